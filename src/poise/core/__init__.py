@@ -1,0 +1,1 @@
+"""Pure functions and values: no clock, no randomness, no files, no framework."""

@@ -1,0 +1,57 @@
+"""Policy "fixed": splits that the user states."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from poise.core.observation import Observation
+from poise.core.split import Split, check_split
+from poise.errors import InvalidSetting
+from poise.policy.base import Schedule
+
+
+@dataclass(frozen=True, init=False)
+class Fixed:
+    """Splits stated by the user: one for all steps, or several by the step they start at.
+
+    >>> Fixed([5, 2, 9]).init(workers=3, global_batch=16)[0]
+    {0: (5, 2, 9)}
+    >>> Fixed({0: [5, 2, 9], 7: [1, 12, 3]}).init(workers=3, global_batch=16)[0]
+    {0: (5, 2, 9), 7: (1, 12, 3)}
+    """
+
+    splits: tuple[tuple[int, Split], ...]
+    """(start step, split), in the order of steps."""
+    online = False
+
+    def __init__(self, splits: Sequence[int] | Mapping[int, Sequence[int]]) -> None:
+        by_step = splits if isinstance(splits, Mapping) else {0: splits}
+        for step, split in by_step.items():
+            _check_entry(step, split)
+        if 0 not in by_step:
+            raise InvalidSetting(
+                f"Fixed has splits for steps {sorted(by_step)}; "
+                "add one for step 0, where training starts"
+            )
+        ordered = tuple((step, tuple(by_step[step])) for step in sorted(by_step))
+        object.__setattr__(self, "splits", ordered)
+
+    def init(self, workers: int, global_batch: int) -> tuple[Schedule, None]:
+        """All splits are known from the start; each must divide the global batch."""
+        return {
+            step: check_split(split, workers, global_batch) for step, split in self.splits
+        }, None
+
+    def update(self, state: None, observation: Observation) -> tuple[Split | None, None]:
+        """Nothing observed changes them."""
+        return None, None
+
+
+def _check_entry(step: object, split: object) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InvalidSetting(
+            f"Fixed has a split for step {step!r}; steps are whole numbers counted from 0"
+        )
+    if isinstance(split, str) or not isinstance(split, Sequence):
+        raise InvalidSetting(
+            f"Fixed has {split!r} for step {step}; give a list of local batches, one per worker"
+        )

@@ -1,0 +1,73 @@
+"""Small agreements between workers, on the control group and from the main thread only.
+
+Only numbers and UTF-8 text travel; nothing is pickled.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from poise.errors import Disagreement, InvalidSetting
+from poise.torch.cluster import Cluster
+from poise.torch.liveness import Liveness
+
+
+class Control:
+    """The calls that all workers make together outside of training steps."""
+
+    def __init__(self, cluster: Cluster, liveness: Liveness) -> None:
+        self._cluster = cluster
+        self._liveness = liveness
+
+    def table(self, row: Sequence[float], doing: str) -> list[list[float]]:
+        """Return every worker's row of numbers."""
+        table = torch.zeros(self._cluster.workers, len(row), dtype=torch.float64)
+        table[self._cluster.worker] = torch.tensor(row, dtype=torch.float64)
+        with self._liveness.together(doing):
+            dist.all_reduce(table, group=self._cluster.control)
+        rows: list[list[float]] = table.tolist()
+        return rows
+
+    def mean(self, value: float, count: float) -> float:
+        """Return the mean of all workers' values, each counting count times."""
+        if not count >= 0 or count == float("inf"):
+            raise InvalidSetting(f"mean got count={count}; a count is a number from 0 up")
+        rows = self.table([value * count if count > 0 else 0.0, count], "mean")
+        total = sum(counted for _, counted in rows)
+        if total == 0:
+            raise InvalidSetting("mean got count=0 from every worker; at least one must count")
+        return sum(part for part, _ in rows) / total
+
+    def agree(self, facts: Mapping[str, object], doing: str) -> None:
+        """Raise Disagreement on every worker unless all of them hold the same facts."""
+        text = json.dumps({key: str(value) for key, value in facts.items()}).encode()
+        lengths = [int(length) for (length,) in self.table([len(text)], doing)]
+        reference = self._text_of(0, text, lengths, doing)
+        flags = self.table([reference != text], doing)
+        different = [worker for worker, (flag,) in enumerate(flags) if flag]
+        if different:
+            other = self._text_of(different[0], text, lengths, doing)
+            raise Disagreement(_difference(reference, other, different))
+
+    def _text_of(self, worker: int, own: bytes, lengths: list[int], doing: str) -> bytes:
+        mine = self._cluster.worker == worker
+        data = bytearray(own) if mine else bytearray(lengths[worker])
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        with self._liveness.together(doing):
+            dist.broadcast(tensor, group_src=worker, group=self._cluster.control)
+        return bytes(data)
+
+
+def _difference(reference: bytes, other: bytes, different: list[int]) -> str:
+    """Say where the first differing worker departs from worker 0."""
+    expected, found = json.loads(reference), json.loads(other)
+    keys = [*expected, *(key for key in found if key not in expected)]
+    key = next(key for key in keys if expected.get(key) != found.get(key))
+    who = f"worker {different[0]}"
+    return (
+        f"{key} is {found.get(key, 'missing')} on {who} and {expected.get(key, 'missing')} on "
+        f"worker 0; workers {different} differ from worker 0; "
+        "run the same script with the same settings and data everywhere"
+    )

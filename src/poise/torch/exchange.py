@@ -1,0 +1,97 @@
+"""How a decision of worker 0 takes effect on the same step everywhere.
+
+At each yield all workers post one small all-reduce of a table in which each fills its own row;
+worker 0's row also carries its latest plan. A loader may cut step s only after it has absorbed
+every exchange up to step s - delay, where delay is the largest lead of any worker plus 2, and a
+plan posted at step t starts at step t + delay. So a loader that cuts a step has heard of every
+plan that concerns it, however far it runs ahead.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from poise.core.batch import Batch
+from poise.core.observation import Observation
+from poise.core.plan import Plan
+from poise.core.split import Split
+from poise.engine.bsp import Engine
+from poise.errors import Disagreement
+from poise.torch.run import Run
+
+_NO_CHANGE = -1
+
+
+@dataclass(frozen=True)
+class _Posted:
+    batch: Batch
+    table: torch.Tensor
+    work: dist.Work
+
+
+class Exchange:
+    """The start-step protocol. Policies that learn nothing exchange nothing."""
+
+    def __init__(self, run: Run, engine: Engine, lead: int) -> None:
+        self._run = run
+        self._engine = engine
+        self._delay = lead + 2
+        self._posted: deque[_Posted] = deque()
+        self._decided: Split | None = None
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan for a step that is about to be cut."""
+        while self._posted and self._posted[0].batch.step <= step - self._delay:
+            self._absorb(self._posted.popleft())
+        return self._run.timetable.at(step)
+
+    def post(self, batch: Batch) -> None:
+        """Tell the others of a batch that is handed out, and on worker 0 of a new plan."""
+        if not self._engine.policy.online:
+            return
+        if self._run.cluster.worker == 0:
+            while self._posted and self._posted[0].work.is_completed():
+                self._absorb(self._posted.popleft())
+        table = self._table(batch)
+        with self._run.liveness.watch(f"the exchange of step {batch.step}"):
+            work = dist.all_reduce(table, group=self._run.cluster.control, async_op=True)
+        assert work is not None
+        self._posted.append(_Posted(batch, table, work))
+
+    def drain(self) -> None:
+        """Absorb everything posted: afterwards all workers know the same plans."""
+        while self._posted:
+            self._absorb(self._posted.popleft())
+
+    def _table(self, batch: Batch) -> torch.Tensor:
+        """Columns: the step; the start step of a new plan, or none; its split."""
+        workers, worker = self._run.cluster.workers, self._run.cluster.worker
+        table = torch.zeros(workers, 2 + workers, dtype=torch.float64)
+        table[worker, 0] = batch.step
+        table[worker, 1] = _NO_CHANGE
+        if self._decided is not None:
+            table[worker, 1] = batch.step + self._delay
+            table[worker, 2:] = torch.tensor(self._decided, dtype=torch.float64)
+            self._decided = None
+        return table
+
+    def _absorb(self, posted: _Posted) -> None:
+        step = posted.batch.step
+        with self._run.liveness.watch(f"the exchange of step {step}"):
+            posted.work.wait()
+        rows = posted.table.tolist()
+        steps = [int(row[0]) for row in rows]
+        if any(other != step for other in steps):
+            raise Disagreement(
+                f"workers are at steps {steps}; every worker must take every batch of the loader"
+            )
+        start_step, *local_batches = (int(number) for number in rows[0][1:])
+        if start_step != _NO_CHANGE:
+            known = self._run.timetable.since(self._run.progress.step)
+            self._run.timetable = known.announce(Plan(tuple(local_batches), start_step))
+        if self._run.cluster.worker == 0:
+            observation = Observation(step=step, split=posted.batch.split)
+            split, self._engine = self._engine.update(observation)
+            self._decided = split or self._decided
