@@ -1,13 +1,34 @@
 """The only module that reads environment variables."""
 
 import os
+from dataclasses import dataclass
 
 
-def launched_as() -> tuple[int, int] | None:
-    """Return (worker, workers) as torchrun or another launcher set them, or None."""
+@dataclass(frozen=True)
+class Launch:
+    """A worker's place as torchrun or another launcher set it."""
+
+    worker: int
+    workers: int
+    address: str
+    """Where the workers meet: host and port."""
+
+
+def launched_as() -> Launch | None:
+    """Return this process's place among the workers, or None if no launcher gave it one."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return Launch(
+        worker=int(os.environ["RANK"]),
+        workers=int(os.environ["WORLD_SIZE"]),
+        address=f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+    )
+
+
+def local_workers() -> int | None:
+    """Return how many workers the launcher started on this machine, or None if it does not say."""
+    stated = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(stated) if stated.isdigit() else None
 
 
 def openmp_threads() -> int | None:

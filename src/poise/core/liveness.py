@@ -92,7 +92,8 @@ def find_culprit(
     for peer in now.values():
         silent = waited_s >= SILENCE_S and peer.beat == before[peer.worker].beat
         if peer.worker in gone or (silent and peer.state == "running" and not timed_out):
-            return Blame(peer.worker, f"{peer.address} died at step {peer.step}")
+            # Its last word may be a moment old, but it cannot be behind: steps are synchronous.
+            return Blame(peer.worker, f"{peer.address} died at step {max(peer.step, mine.step)}")
     behind = [peer for peer in now.values() if peer.reached < mine.reached]
     if timed_out and behind and waited_s >= SILENCE_S:
         peer = min(behind, key=lambda peer: peer.reached)

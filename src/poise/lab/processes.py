@@ -12,12 +12,12 @@ _GRACE_S = 5.0
 
 @contextmanager
 def local_workers(
-    command: Sequence[str], workers: int, *, capture: bool = True
+    command: Sequence[str], workers: int, *, stderr: int | None = None
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Run a command once per worker, placed in one group on the loopback address.
 
-    With capture, standard output is a pipe; standard error passes through. Every process has
-    ended when the block is left.
+    Standard output is a pipe; standard error passes through unless stated as in `subprocess`.
+    Every process has ended when the block is left.
     """
     port = free_port()
     started: list[subprocess.Popen[str]] = []
@@ -27,7 +27,8 @@ def local_workers(
                 subprocess.Popen(
                     command,
                     env=for_worker(worker, workers, port),
-                    stdout=subprocess.PIPE if capture else None,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
                     text=True,
                 )
             )
@@ -53,5 +54,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from poise.core.order import Order
+from poise.core.order import Order, check_seed
 from poise.core.plan import Plan
 from poise.engine.bsp import Engine
 from poise.engine.progress import Progress
-from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning, StateMismatch
+from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning, StateMismatch
 from poise.policy import Policy, policy_named
 from poise.torch.checks import (
     check_loader,
@@ -71,6 +71,7 @@ class Balancer:
                 None leaves the limit of the process group (30 minutes unless set).
         """
         _check_settings(global_batch, idle, hang_s)
+        check_seed(seed)
         check_options(ddp or {})
         self._policy = policy_named(policy) if isinstance(policy, str) else _checked(policy)
         self._global_batch = global_batch
@@ -82,10 +83,15 @@ class Balancer:
         self._control = Control(self._cluster, self._liveness)
         self._closed = False
         self._order: Order | None = None
+        self._model: SharedModule | None = None
         self._optimizer_hook: RemovableHandle | None = None
         atexit.register(self._at_exit)
         engine = Engine(self._policy, self._cluster.workers, global_batch)
-        timetable, self._engine = engine.start()
+        try:
+            timetable, self._engine = engine.start()
+        except PoiseError as error:
+            self.__exit__(type(error), error, None)
+            raise
         self._run = Run(self._cluster, self._liveness, timetable)
 
     @property
@@ -128,9 +134,9 @@ class Balancer:
             drop_last=loader.drop_last,
         )
         with self._liveness.together("prepare"):
-            shared = SharedModule(model, self._run, self._ddp_options)
+            self._model = SharedModule(model, self._run, self._ddp_options)
         self._optimizer_hook = optimizer.register_step_post_hook(self._after_optimizer_step)
-        return shared, optimizer, ShareLoader(loader, source, self.worker, self._idle)
+        return self._model, optimizer, ShareLoader(loader, source, self.worker, self._idle)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the epochs from 0 to total - 1, after a resume over the rest of them."""
@@ -211,7 +217,7 @@ class Balancer:
         """
         if self._release():
             self._liveness.finish()
-            self._cluster.leave()
+            self._leave()
 
     def __enter__(self) -> "Balancer":
         return self
@@ -224,8 +230,8 @@ class Balancer:
     ) -> None:
         if error is None:
             self.close()
-        else:
-            self._fail(error)
+        elif self._fail(error):
+            self._leave()  # the process may live on, and the others must not wait for it
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
@@ -234,9 +240,17 @@ class Balancer:
         else:
             self._fail(error)
 
-    def _fail(self, error: BaseException) -> None:
-        if self._release():
+    def _fail(self, error: BaseException) -> bool:
+        """Tell the others why this worker stops; True the first time."""
+        first = self._release()
+        if first:
             self._liveness.fail(f"{type(error).__name__}: {error}")
+        return first
+
+    def _leave(self) -> None:
+        if self._model is not None:
+            self._model.release()
+        self._cluster.leave()
 
     def _release(self) -> bool:
         """Let go of hooks; True the first time."""

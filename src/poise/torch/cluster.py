@@ -1,16 +1,18 @@
 """This worker's place among the others, and the process groups they talk through."""
 
+import gc
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
-from poise.environment import launched_as
+from poise.environment import Launch, launched_as
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cluster:
     """Who this worker is, and its connections.
 
@@ -26,6 +28,8 @@ class Cluster:
     store: Store
     owns_world: bool
     """Whether the default group was made here, to be destroyed at the end."""
+    on_accelerator: bool
+    """Whether gradients travel between accelerators."""
 
     @staticmethod
     def join(hang_s: float | None) -> "Cluster":
@@ -44,37 +48,55 @@ class Cluster:
             workers=dist.get_world_size(),
             gradients=gradients,
             control=dist.new_group(backend="gloo", timeout=timeout),
-            store=_own_store(worker),
+            store=_own_part(dist.distributed_c10d._get_default_store(), "balancer", worker),
             owns_world=owns_world,
+            on_accelerator=dist.get_backend(gradients) != "gloo",
         )
 
-    @property
-    def on_accelerator(self) -> bool:
-        """Whether gradients travel between accelerators."""
-        return dist.get_backend(self.gradients) != "gloo"
-
     def leave(self) -> None:
-        """Destroy the groups made here; the user's own group stays."""
-        if not dist.is_initialized():
-            return
-        if self.owns_world:
-            dist.destroy_process_group()
-            return
-        dist.destroy_process_group(self.control)
+        """Destroy the groups made here; the user's own group stays.
+
+        The last reference goes too, so that the threads of the groups end here and not while
+        the interpreter shuts down, where one that still holds a callback aborts the process.
+        """
+        own = [self.control]
         if self.gradients is not dist.group.WORLD:
-            dist.destroy_process_group(self.gradients)
+            own.append(self.gradients)
+        del self.control, self.gradients
+        if dist.is_initialized():
+            if self.owns_world:
+                dist.destroy_process_group()
+            else:
+                for group in own:
+                    dist.destroy_process_group(group)
+        del own
+        gc.collect()
 
 
 def _init_world(timeout: timedelta | None) -> None:
     backend = None if torch.accelerator.is_available() else "gloo"
-    if launched_as() is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+    launch = launched_as()
+    store = HashStore() if launch is None else _launch_store(launch)
+    worker, workers = (launch.worker, launch.workers) if launch else (0, 1)
+    dist.init_process_group(
+        backend,
+        store=_own_part(store, "world", worker),
+        rank=worker,
+        world_size=workers,
+        timeout=timeout,
+    )
 
 
-def _own_store(worker: int) -> Store:
-    """Return a part of the store that no other Balancer of this group uses."""
-    shared = dist.distributed_c10d._get_default_store()
-    joined = shared.add(f"poise/joined/{worker}", 1)
-    return PrefixStore(f"poise/{joined}", shared)
+@lru_cache
+def _launch_store(launch: Launch) -> Store:
+    """Meet the other workers where the launcher said; once, since a second server could clash."""
+    met: tuple[Store, int, int] = next(
+        iter(dist.rendezvous("env://", launch.worker, launch.workers))
+    )
+    return met[0]
+
+
+def _own_part(store: Store, name: str, worker: int) -> Store:
+    """Return a part of the store that no earlier call for this name used."""
+    joined = store.add(f"poise/{name}/{worker}", 1)
+    return PrefixStore(f"poise/{name}/{joined}", store)

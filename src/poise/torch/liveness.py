@@ -39,7 +39,8 @@ class Liveness:
         self._peers = [peer for peer in range(workers) if peer != worker]
         self._store = getattr(store, "clone", lambda: store)()
         self._stop = threading.Event()
-        self._lock = threading.Lock()
+        self._changing = threading.Lock()
+        self._telling = threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="poise-heartbeat", daemon=True)
         self._say()
         if self._peers:
@@ -47,7 +48,7 @@ class Liveness:
 
     def note(self, **changes: Any) -> None:
         """Change what the next heartbeat tells."""
-        with self._lock:
+        with self._changing:
             self.sign = replace(self.sign, **changes)
 
     @contextmanager
@@ -78,6 +79,7 @@ class Liveness:
         self._leave(message if blame is None else blame.reason, blame.worker if blame else None)
         sys.stderr.write(f"poise: worker {self.sign.worker}: {message}\n")
         sys.stderr.flush()
+        self._linger(blame)
         return WorkerLost(message)
 
     def fail(self, why: str) -> None:
@@ -110,6 +112,19 @@ class Liveness:
             pass  # the store ends with the worker that hosts it, which is done too
         self._end()
 
+    def _linger(self, blame: Blame | None) -> None:
+        """On worker 0, which may host the store: let the others find the same culprit first."""
+        if self.sign.worker != 0:
+            return
+        deadline = time.monotonic() + _SEARCH_S / 2
+        with suppress(RuntimeError, OSError):
+            while time.monotonic() < deadline and any(
+                peer.state == "running" and not self._gone(peer)
+                for peer in self._signs().values()
+                if blame is None or peer.worker != blame.worker
+            ):
+                time.sleep(_POLL_S)
+
     def _end(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
@@ -123,8 +138,8 @@ class Liveness:
                 return  # no store, no heartbeat; the search for the culprit reports it
 
     def _say(self, **changes: Any) -> None:
-        with self._lock:
-            self.sign = replace(self.sign, **changes)
+        with self._telling:  # one at a time, so that no older sign follows a newer one
+            self.note(**changes)
             self._store.set(f"sign/{self.sign.worker}", self.sign.to_json())
 
     def _leave(self, why: str, lost: int | None) -> None:
@@ -155,7 +170,11 @@ class Liveness:
                 time.sleep(_POLL_S)
                 now = self._signs()
         except (RuntimeError, OSError):
-            return Blame(0, "worker 0 or the launcher, whichever hosts the store, is gone")
+            return Blame(
+                0,
+                f"worker 0 died at step {self.sign.step}: "
+                "the store that it or its launcher hosts is gone",
+            )
         return None
 
     def _gone(self, peer: Sign) -> bool:

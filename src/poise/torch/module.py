@@ -37,11 +37,9 @@ class SharedModule(nn.Module):
         """Run the model, preparing the reduction that its backward will do."""
         return self._ddp(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> "SharedModule":
-        """Set training or evaluation mode on the model."""
-        self.training = mode
-        self._ddp.train(mode)
-        return self
+    def release(self) -> None:
+        """Let go of the other workers: from now on this is the model alone."""
+        self.__dict__["_ddp"] = self.module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own state, with the model's own keys. Never communicates."""

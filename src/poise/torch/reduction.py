@@ -6,6 +6,7 @@ with g_i worker i's mean gradient, c_i its count and C the global count. No furt
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -90,25 +91,26 @@ class Reduction:
         """Return a future of summed(), or of an error that names the worker that is lost."""
         if self._run.cluster.on_accelerator:
             return collect_all(sums).then(lambda _: summed())
-        found: Future[Exception | None] = Future()
+        outcome: Future[Exception | None] = Future()
+        both = sums[0] if len(sums) == 1 else collect_all(sums)
+        both.add_done_callback(partial(self._look, sums, outcome, doing))
+        return outcome.then(partial(_result, summed))
 
-        def look(done: Future[list[Future[list[Tensor]]]]) -> None:
-            # A failed sum does not reach `then`, only a callback of this kind.
-            try:
-                for each in done.value():
-                    each.value()
-                found.set_result(None)
-            except RuntimeError as error:
-                found.set_result(self._run.liveness.lost(doing, error))
-
-        def result(looked: Future[Exception | None]) -> Tensor:
-            error = looked.value()
-            if error is not None:
-                raise error
-            return summed()
-
-        collect_all(sums).add_done_callback(look)
-        return found.then(result)
+    def _look(
+        self,
+        sums: list[Future[list[Tensor]]],
+        outcome: Future[Exception | None],
+        doing: str,
+        _: object,
+    ) -> None:
+        """Pass an error on; a failed sum reaches a callback of this kind, but never `then`."""
+        try:
+            for each in sums:
+                each.value()
+        except RuntimeError as error:
+            outcome.set_result(self._run.liveness.lost(doing, error))
+        else:
+            outcome.set_result(None)
 
 
 class RunningStatistics:
@@ -145,6 +147,13 @@ class RunningStatistics:
             for statistic in (layer.running_mean, layer.running_var)
         )
         return [statistic for statistic in candidates if statistic is not None]
+
+
+def _result(summed: Callable[[], Tensor], outcome: Future[Exception | None]) -> Tensor:
+    error = outcome.value()
+    if error is not None:
+        raise error
+    return summed()
 
 
 def _weighted(part: Tensor, weight: float) -> Tensor:

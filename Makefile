@@ -1,0 +1,43 @@
+# `make demo` and `make test` do all of their set-up: they need Python 3.11 or newer, and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test test-all check format bench clean
+
+demo: $(READY)
+	@$(BIN)/poise demo
+
+test: $(READY)
+	@$(BIN)/pytest -m "not slow"
+
+test-all: $(READY)
+	@$(BIN)/pytest
+
+check: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# make bench NAME=overhead ARGS="--quick --json"
+bench: $(READY)
+	@test -n "$(NAME)" || { echo 'make bench needs NAME=..., one of: $(basename $(notdir $(wildcard benchmarks/*.py)))' >&2; exit 2; }
+	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Poise needs Python 3.11 or newer; set PYTHON=... (this is " + sys.version.split()[0] + ")" if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up $(VENV) (once; about a minute) ..." >&2
+	@$(PYTHON) -m venv $(VENV) >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev]' >&2
+	@touch $(READY)

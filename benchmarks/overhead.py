@@ -1,0 +1,605 @@
+"""What Poise costs on two equal workers: plain DistributedDataParallel against Balancer.
+
+Run: `python benchmarks/overhead.py [--quick] [--json]`. `--quick` takes less than three minutes
+and measures less; the bars are the same.
+
+**Ratios.** Two worker processes, one torch thread each, gloo on loopback. Each process holds
+three trainings of the same small CNN on the same data: DDP, a second DDP, and Poise with the even
+split. The local batch is chosen at the start so that a step of DDP takes about 50 ms. A round runs
+one block of steps of each training, in random order, each after a barrier. A block's wall time is
+that of the slower worker, its CPU time the sum over both workers and all their threads. The
+paired ratio of a round is Poise / mean of the two DDP blocks, which is quieter than one of them;
+the A/A ratio is the second DDP / the first. Shown are the median over rounds and its 95 %
+bootstrap interval. The run goes on until both intervals (wall and CPU) are narrow enough or the
+time is over. Loading, epoch changes and optimizer are inside the blocks. Poise's heartbeat (twice
+a second) also runs during the blocks of DDP; its own time is part of the next figure.
+
+**Own code.** Afterwards a fourth training, on Poise, with a stopwatch around each place where
+torch or the user's loop enters our code, stopped while our code is inside torch's loader or DDP,
+or waits in a blocking all-reduce. It counts the hook with its weighting, the call of all_reduce
+from Python, the callbacks after the sum, the loader's cutting and handing out, the call of the
+model, the optimizer hook and the heartbeat. It does not count the launch of the all-reduce in
+C++, which plain DDP does too; that is shown beside it. The stopwatch's own cost (about 2 us a
+section) is inside. Wall
+time; the worker with the larger share counts. CPU time is shown beside it, since wall time
+includes what the cores did in between, for instance the all-reduce itself.
+
+**Memory.** Peaks of private resident memory while stepping, in pairs of processes that run
+nothing but one training, several times each; the figure is the difference of the medians over all
+processes, in units of the largest gradient bucket. The peak counter is reset after the first
+steps, so that start-up does not hide it, and the C library returns freed blocks at once. Unlike
+a count of tensors this includes connections, threads and imported code; pages of library files,
+which processes share, are left out. The spread among equal processes is printed beside it.
+"""
+
+import argparse
+import ctypes
+import gc
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import wraps
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from figures import Figure, Interval, as_json, paired_ratio, show
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from workers import end_on_sigterm, run_workers
+
+WORKERS = 2
+RATIO_BAR = 1.02
+WIDTH_BAR = 0.04
+OWN_CODE_BAR = 0.02
+MEMORY_BAR = 1.0
+
+_SAMPLES = 2048
+_CLASSES = 10
+_BUCKET_CAP_MB = 4
+_STEP_S = 0.050
+_STEP_RANGE_S = (0.040, 0.060)
+_BLOCK_STEPS = 4
+_CHECK_ROUNDS = 5
+_OWN_CODE_STEPS = 100
+_OWN_CODE_S = 12.0
+"""Time kept free for the last phase."""
+_MEMORY_LOCAL_BATCH = 8
+_MEMORY_STEPS = 30
+_WARM_UP_STEPS = 5
+
+Kind = Literal["ddp", "poise"]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured; nothing else may depend on it."""
+
+    limit_s: float
+    """The whole run ends about then."""
+    rounds: int
+    """Fewest rounds of blocks."""
+    memory_runs: int
+    """Pairs of processes of each kind."""
+
+
+QUICK = Effort(limit_s=150.0, rounds=40, memory_runs=3)
+FULL = Effort(limit_s=900.0, rounds=300, memory_runs=7)
+
+
+@dataclass(frozen=True)
+class Round:
+    """The blocks of one round, in the order DDP, second DDP, Poise."""
+
+    wall_s: tuple[float, float, float]
+    cpu_s: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """Time inside our code, per step."""
+
+    wall_s: dict[str, float]
+    cpu_s: dict[str, float]
+    step_wall_s: float
+    step_cpu_s: float
+    """CPU time of the worker, all its threads."""
+
+    @property
+    def share(self) -> float:
+        """Part of the step, in wall time."""
+        return own_s(self.wall_s) / self.step_wall_s
+
+    @property
+    def cpu_share(self) -> float:
+        """Part of the step, in CPU time."""
+        return own_s(self.cpu_s) / self.step_cpu_s
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one worker found in the main run."""
+
+    local_batch: int
+    rounds: list[Round]
+    own_code: OwnCode
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peaks of private resident memory, one per process."""
+
+    ddp_bytes: list[int]
+    poise_bytes: list[int]
+    bucket_bytes: int
+
+    @property
+    def extra_bytes(self) -> float:
+        """What Poise takes beyond DDP."""
+        return statistics.median(self.poise_bytes) - statistics.median(self.ddp_bytes)
+
+    @property
+    def spread_bytes(self) -> int:
+        """Largest difference between processes that do the same."""
+        return max(max(b) - min(b) for b in (self.ddp_bytes, self.poise_bytes))
+
+
+@dataclass
+class Training:
+    """A training that is run step by step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    batches: Iterator[tuple[Tensor, Tensor]]
+
+    def run(self, steps: int) -> None:
+        """Take steps."""
+        for _ in range(steps):
+            x, y = next(self.batches)
+            loss = cross_entropy(self.model(x), y)
+            torch.autograd.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def main() -> None:
+    """Measure, and print the figures."""
+    parser = argparse.ArgumentParser(description="What Poise costs on two equal workers.")
+    parser.add_argument("--quick", action="store_true", help="take less than three minutes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    end_on_sigterm()
+    effort = QUICK if arguments.quick else FULL
+    if not arguments.json:
+        print(f"measuring, for at most {effort.limit_s / 60:.1f} minutes", file=sys.stderr)
+
+    deadline = time.time() + effort.limit_s
+    memory = measure_memory(effort, give_up=time.time() + effort.limit_s / 2)
+    found: list[Comparison] = run_workers(
+        compare,
+        effort.rounds,
+        deadline - _OWN_CODE_S,
+        workers=WORKERS,
+        limit_s=deadline - time.time() + 20,
+    )
+    report(found, memory, json=arguments.json)
+
+
+def report(found: list[Comparison], memory: Memory, *, json: bool) -> None:
+    rounds = found[0].rounds
+    wall, wall_a_a = ratios([each.wall_s for each in rounds])
+    cpu, cpu_a_a = ratios([each.cpu_s for each in rounds])
+    own_code = max((each.own_code for each in found), key=lambda own: own.share)
+    figures = [
+        *ratio_figures("wall", wall),
+        *ratio_figures("CPU", cpu),
+        Figure("own code, share of the step", own_code.share, "at most", OWN_CODE_BAR),
+        Figure(
+            "extra memory, buckets",
+            memory.extra_bytes / memory.bucket_bytes,
+            "at most",
+            MEMORY_BAR,
+        ),
+    ]
+    step_s = statistics.median(sum(each.wall_s[:2]) / 2 / _BLOCK_STEPS for each in rounds)
+    context = {
+        "rounds": len(rounds),
+        "block_steps": _BLOCK_STEPS,
+        "local_batch": found[0].local_batch,
+        "step_ms": step_s * 1e3,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "intervals": {"wall": asdict(wall), "cpu": asdict(cpu)},
+        "a_a": {"wall": asdict(wall_a_a), "cpu": asdict(cpu_a_a)},
+        "own_code_ms": in_ms(own_code.wall_s),
+        "own_code_cpu_ms": in_ms(own_code.cpu_s),
+        "own_code_step_ms": own_code.step_wall_s * 1e3,
+        "own_code_cpu_share": own_code.cpu_share,
+        "memory": asdict(memory),
+    }
+    if json:
+        print(as_json("overhead", figures, context))
+        return
+    notes = {
+        "wall ratio, Poise / DDP": str(wall),
+        "wall ratio, A/A": str(wall_a_a),
+        "CPU ratio, Poise / DDP": str(cpu),
+        "CPU ratio, A/A": str(cpu_a_a),
+        "own code, wall ms per step": own_code_note(own_code.wall_s),
+        "own code, CPU ms per step": own_code_note(own_code.cpu_s),
+        "own code, share of the step's CPU time": f"{own_code.cpu_share:.4f}",
+        "memory": f"{mib(memory.extra_bytes)} extra; largest bucket {mib(memory.bucket_bytes)}; "
+        f"spread among equal processes {mib(memory.spread_bytes)}",
+        "run": f"{len(rounds)} rounds of 3 x {_BLOCK_STEPS} steps, DDP step {step_s * 1e3:.1f} ms, "
+        f"local batch {found[0].local_batch}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}",
+    }
+    show("Overhead of Poise on two equal workers", figures, notes)
+
+
+def own_code_note(sections_s: dict[str, float]) -> str:
+    ms = in_ms(sections_s)
+    launch_ms = ms.pop(_LAUNCH)
+    parts = (f"{name} {ms[name]:.3f}" for name in sorted(ms, key=ms.__getitem__, reverse=True))
+    return f"{sum(ms.values()):.3f} ({', '.join(parts)}); not counted: launch {launch_ms:.3f}"
+
+
+def ratio_figures(name: str, ratio: Interval) -> list[Figure]:
+    return [
+        Figure(f"{name} ratio, lower end of 95 % interval", ratio.low, "at most", RATIO_BAR),
+        Figure(f"{name} ratio, width of 95 % interval", ratio.width, "below", WIDTH_BAR),
+    ]
+
+
+def ratios(times_s: list[tuple[float, float, float]]) -> tuple[Interval, Interval]:
+    """Return Poise / DDP and DDP / DDP."""
+    first, second, poise = (list(column) for column in zip(*times_s, strict=True))
+    both = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    return paired_ratio(poise, both), paired_ratio(second, first)
+
+
+def measure_memory(effort: Effort, give_up: float) -> Memory:
+    """Run pairs of processes of each kind in turn; at least one pair of each."""
+    peaks: dict[Kind, list[int]] = {"ddp": [], "poise": []}
+    kinds: tuple[Kind, Kind] = ("ddp", "poise")
+    bucket = 0
+    for run in range(effort.memory_runs):
+        if run > 0 and time.time() > give_up:
+            break
+        for kind in kinds:
+            found = run_workers(peak_bytes, kind, workers=WORKERS, limit_s=effort.limit_s)
+            peaks[kind] += [peak for peak, _ in found]
+            bucket = max(bucket, *(size for _, size in found))
+    return Memory(peaks["ddp"], peaks["poise"], bucket)
+
+
+def peak_bytes(kind: Kind) -> tuple[int, int]:
+    """Return the peak of private memory of a process that runs one training, and DDP's bucket."""
+    return_freed_memory()
+    with training(kind, _MEMORY_LOCAL_BATCH) as one:
+        one.run(_WARM_UP_STEPS)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        one.run(_MEMORY_STEPS)
+        kib = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        bucket = largest_bucket_bytes(one.model)
+    # The kernel keeps the peak of the sum only; mapped library pages stay once they are there.
+    peak, files = (int(kib[key].split()[0]) for key in ("VmHWM", "RssFile"))
+    return (peak - files) * 1024, bucket
+
+
+def return_freed_memory() -> None:
+    """Make glibc return large blocks at once, so that the resident set is what is in use.
+
+    By default it keeps freed blocks by a threshold that adapts, which makes equal processes
+    differ by more than a bucket.
+    """
+    mmap_threshold, arena_max = -3, -8
+    libc = ctypes.CDLL(None)
+    if not (libc.mallopt(mmap_threshold, 65536) and libc.mallopt(arena_max, 1)):
+        raise RuntimeError("mallopt refused its settings; the memory figure needs glibc")
+
+
+def largest_bucket_bytes(model: nn.Module) -> int:
+    """Return the size of DDP's largest bucket; 0 for a model that hides its DDP."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    logged: Callable[[], dict[str, Any]] = model._get_ddp_logging_data
+    sizes = str(logged()["rebuilt_bucket_sizes"])
+    return max(int(size) for size in sizes.split(","))
+
+
+def compare(fewest_rounds: int, deadline: float) -> Comparison:
+    """Run rounds of blocks until the intervals are narrow or the time is over (on a worker)."""
+    local_batch = calibrated_local_batch()
+    with ExitStack() as stack:
+        kinds: tuple[Kind, Kind, Kind] = ("ddp", "ddp", "poise")
+        trainings = [stack.enter_context(training(kind, local_batch)) for kind in kinds]
+        for each in trainings:
+            each.run(_WARM_UP_STEPS)
+        rounds: list[Round] = []
+        random = np.random.default_rng(0)
+        while not decided_on_worker_0(lambda: is_enough(rounds, fewest_rounds, deadline)):
+            for _ in range(_CHECK_ROUNDS):
+                rounds.append(one_round(trainings, random.permutation(len(trainings)).tolist()))
+    return Comparison(local_batch, rounds, measure_own_code(local_batch))
+
+
+def one_round(trainings: list[Training], order: list[int]) -> Round:
+    wall_s, cpu_s = [0.0] * len(trainings), [0.0] * len(trainings)
+    for place in order:
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        trainings[place].run(_BLOCK_STEPS)
+        wall_s[place] = time.perf_counter() - wall
+        cpu_s[place] = time.process_time() - cpu
+    slowest, total = torch.tensor(wall_s), torch.tensor(cpu_s, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return Round(tuple(slowest.tolist()), tuple(total.tolist()))
+
+
+def is_enough(rounds: list[Round], fewest: int, deadline: float) -> bool:
+    if not rounds:
+        return False
+    if time.time() > deadline:
+        return True
+    wall, _ = ratios([each.wall_s for each in rounds])
+    cpu, _ = ratios([each.cpu_s for each in rounds])
+    return len(rounds) >= fewest and max(wall.width, cpu.width) < WIDTH_BAR
+
+
+def decided_on_worker_0(decide: Callable[[], float]) -> float:
+    """Return worker 0's number, on every worker."""
+    number = torch.tensor(float(decide()) if dist.get_rank() == 0 else 0.0)
+    dist.broadcast(number, 0)
+    return number.item()
+
+
+def calibrated_local_batch() -> int:
+    """Find the local batch at which a step of plain DDP takes about 50 ms.
+
+    A step takes slope * b + fixed seconds; two sizes show the line, and a size that falls outside
+    the range shows it better.
+    """
+    known = {b: ddp_step_s(b) for b in (4, 16)}
+    for _ in range(4):
+        (b1, t1), (b2, t2) = sorted(known.items(), key=lambda e: abs(e[1] - _STEP_S))[:2]
+        slope = max((t2 - t1) / (b2 - b1), 1e-5)
+        local_batch = min(max(1, round(b1 + (_STEP_S - t1) / slope)), _SAMPLES // 8)
+        if local_batch in known:
+            break
+        known[local_batch] = ddp_step_s(local_batch)
+        if _STEP_RANGE_S[0] <= known[local_batch] <= _STEP_RANGE_S[1]:
+            break
+    return min(known, key=lambda b: abs(known[b] - _STEP_S))
+
+
+def ddp_step_s(local_batch: int) -> float:
+    with training("ddp", local_batch) as one:
+        one.run(_WARM_UP_STEPS)
+        times_s = []
+        for _ in range(10):
+            dist.barrier()
+            start = time.perf_counter()
+            one.run(2)
+            times_s.append((time.perf_counter() - start) / 2)
+    return decided_on_worker_0(lambda: statistics.median(times_s))
+
+
+@contextmanager
+def training(kind: Kind, local_batch: int) -> Iterator[Training]:
+    """Build a training of one kind; everything but the kind is alike."""
+    torch.manual_seed(0)
+    model = small_cnn()
+    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
+    dataset = TensorDataset(
+        torch.randn(_SAMPLES, 3, 32, 32), torch.randint(_CLASSES, size=(_SAMPLES,))
+    )
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_CAP_MB)
+        yield Training(wrapped, optimizer, plain_batches(dataset, local_batch))
+        return
+    # Imported here: processes that measure the memory of plain DDP must not hold our code.
+    from poise.torch import Balancer
+
+    global_batch = local_batch * WORKERS
+    loader = DataLoader(dataset, batch_size=global_batch, shuffle=True, drop_last=True)
+    options = {"bucket_cap_mb": _BUCKET_CAP_MB}
+    with Balancer(global_batch, policy="even", ddp=options) as balancer:
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        batches = (batch for _ in balancer.epochs(sys.maxsize) for batch in shares)
+        yield Training(shared, optimizer, batches)
+
+
+def plain_batches(dataset: TensorDataset, local_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, drop_last=True)
+    loader = DataLoader(dataset, batch_size=local_batch, sampler=sampler, drop_last=True)
+    for epoch in range(sys.maxsize):
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+def small_cnn() -> nn.Module:
+    """Return a model of 2.6 million parameters that DDP cuts into three or four buckets."""
+    widths = (3, 32, 64, 128, 256, 512)
+    layers: list[nn.Module] = []
+    for width_in, width_out in pairwise(widths):
+        layers += [nn.Conv2d(width_in, width_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    head = [nn.Flatten(), nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, _CLASSES)]
+    return nn.Sequential(*layers, *head)
+
+
+class Stopwatch:
+    """Exclusive time per named section, over all threads.
+
+    A section entered inside another one pauses it. Time is wall time and CPU time of the thread.
+    """
+
+    def __init__(self) -> None:
+        self.wall_s: dict[str, float] = defaultdict(float)
+        self.cpu_s: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+
+    def timed(self, section: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, charging its time to a section."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            open_sections: list[str] = self._thread.__dict__.setdefault("open", [])
+            self._lap(open_sections[-1] if open_sections else None)
+            open_sections.append(section)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._lap(open_sections.pop())
+
+        return call
+
+    def timed_iterator(self, section: str, iterate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose iterator charges each of its steps to a section."""
+
+        @wraps(iterate)
+        def call(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            step = self.timed(section, iter(iterate(*args, **kwargs)).__next__)
+            end = object()
+            while (item := _next_or(step, end)) is not end:
+                yield item
+
+        return call
+
+    def reset(self) -> None:
+        """Forget all times."""
+        with self._lock:
+            self.wall_s.clear()
+            self.cpu_s.clear()
+
+    def _lap(self, section: str | None) -> None:
+        """Charge the time since this thread's last lap to a section."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        if section is not None:
+            last_wall, last_cpu = self._thread.last
+            with self._lock:
+                self.wall_s[section] += wall - last_wall
+                self.cpu_s[section] += cpu - last_cpu
+        self._thread.last = (time.perf_counter(), time.thread_time())
+
+
+_NOT_OURS = "not ours"
+_LAUNCH = "launch"
+"""Launching all-reduces in C++: shown, and not counted as ours."""
+
+
+def measure_own_code(local_batch: int) -> OwnCode:
+    watch = Stopwatch()
+    with watching_our_code(watch), training("poise", local_batch) as one:
+        one.run(_WARM_UP_STEPS)
+        dist.barrier()
+        watch.reset()
+        wall, cpu = time.perf_counter(), time.process_time()
+        one.run(_OWN_CODE_STEPS)
+        step_wall_s = (time.perf_counter() - wall) / _OWN_CODE_STEPS
+        step_cpu_s = (time.process_time() - cpu) / _OWN_CODE_STEPS
+        wall_s, cpu_s = per_step(watch.wall_s), per_step(watch.cpu_s)
+    return OwnCode(wall_s, cpu_s, step_wall_s, step_cpu_s)
+
+
+def per_step(sections_s: dict[str, float]) -> dict[str, float]:
+    ours = {name: time_s for name, time_s in sections_s.items() if name != _NOT_OURS}
+    return {name: time_s / _OWN_CODE_STEPS for name, time_s in ours.items()}
+
+
+def own_s(sections_s: dict[str, float]) -> float:
+    return sum(time_s for name, time_s in sections_s.items() if name != _LAUNCH)
+
+
+@contextmanager
+def watching_our_code(watch: Stopwatch) -> Iterator[None]:
+    """Put the stopwatch around our code; trainings built inside the block are measured.
+
+    A name that is gone raises AttributeError: nothing goes uncounted in silence.
+    """
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    from poise.torch import Balancer, loader, module, reduction
+    from poise.torch.liveness import Liveness
+
+    functions: list[tuple[object, str, str]] = [
+        (reduction.Reduction, "hook", "hook"),
+        (reduction, "_weighted", "weighting"),
+        (module.SharedModule, "__call__", "call of the model"),
+        (Balancer, "_after_optimizer_step", "optimizer hook"),
+        (Liveness, "_say", "heartbeat"),
+        (dist.ProcessGroup, "allreduce", _LAUNCH),
+        (DistributedDataParallel, "__call__", _NOT_OURS),
+        (DataLoader, "__iter__", _NOT_OURS),
+        (_BaseDataLoaderIter, "__next__", _NOT_OURS),
+    ]
+    iterators: list[tuple[object, str]] = [
+        (loader.ShareLoader, "__iter__"),
+        (loader._Slices, "__iter__"),
+        (Balancer, "epochs"),
+    ]
+    with ExitStack() as patches:
+
+        def patch(owner: object, name: str, new: object) -> None:
+            patches.enter_context(mock.patch.object(owner, name, new))
+
+        for owner, name, section in functions:
+            patch(owner, name, watch.timed(section, getattr(owner, name)))
+        for owner, name in iterators:
+            patch(owner, name, watch.timed_iterator("loader", getattr(owner, name)))
+        for name in ("then", "add_done_callback"):
+            patch(torch._C.Future, name, with_timed_callback(watch, getattr(torch._C.Future, name)))
+        patch(dist, "all_reduce", with_timed_call(watch, dist.all_reduce))
+        yield
+
+
+def with_timed_callback(watch: Stopwatch, add: Callable[..., Any]) -> Callable[..., Any]:
+    def call(future: Any, callback: Callable[..., Any]) -> Any:
+        return add(future, watch.timed("callbacks", callback))
+
+    return call
+
+
+def with_timed_call(watch: Stopwatch, all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Count the call of an asynchronous all-reduce, and not the wait of a blocking one."""
+    call, wait = watch.timed("call of all_reduce", all_reduce), watch.timed(_NOT_OURS, all_reduce)
+
+    def call_or_wait(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs) if kwargs.get("async_op") else wait(*args, **kwargs)
+
+    return call_or_wait
+
+
+def _next_or(step: Callable[[], Any], end: object) -> Any:
+    try:
+        return step()
+    except StopIteration:
+        return end
+
+
+def in_ms(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: time_s * 1e3 for name, time_s in seconds.items()}
+
+
+def mib(number: float) -> str:
+    return f"{number / 2**20:.2f} MiB"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""`poise doctor`: what a training will run on, and what to change before it starts."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from poise.cli.doctor_facts import Examination, Facts, Timing, advice
+from poise.cli.requirements import require
+from poise.cli.worker_messages import WorkerEnded, receive
+from poise.environment import launched_as
+from poise.errors import InvalidSetting, WorkerLost
+from poise.lab.processes import local_workers
+
+_LOCAL_PROCESSES = 2
+_DELAY_BEYOND_LEAD = 2  # as in poise.torch.exchange
+
+
+def doctor(*, workers: int | None = None, script: Sequence[str] = ()) -> int:
+    """Print a report on worker 0. Warnings do not change the exit code, which is 0.
+
+    Args:
+        workers: how many local processes time the all-reduce when no launcher started any.
+        script: a training script and its arguments, to be run until its Balancer is prepared.
+    """
+    require("torch", extra="torch")
+    launched = launched_as() is not None
+    if launched and workers is not None:
+        raise InvalidSetting(
+            f"--workers {workers} is for a doctor without launcher; under torchrun, leave it out"
+        )
+    console = Console(highlight=False)
+    examination = _examine(script)
+    if examination is None:
+        return 0
+    if launched:
+        peers = f"{len(examination.workers)} workers"
+    else:
+        count = workers or _LOCAL_PROCESSES
+        peers = f"{count} processes on this machine"
+        with console.status(f"Timing the all-reduce between {peers} ..."):
+            examination = _with_local_timings(examination, count)
+    _print_report(console, examination, peers)
+    return 0
+
+
+def _examine(script: Sequence[str]) -> Examination | None:
+    if script:
+        from poise.cli.doctor_script import examine_script
+
+        return examine_script(script)
+    from poise.cli.doctor_worker import examine_group
+
+    return examine_group()
+
+
+def _with_local_timings(examination: Examination, count: int) -> Examination:
+    """Let processes that are started here time the all-reduce."""
+    command = [sys.executable, "-m", "poise.cli.doctor_worker"]
+    try:
+        with local_workers(command, count) as processes:
+            for _, found in receive(processes):
+                timings = [Timing(*pair) for pair in found["timings"]]
+                examination = replace(examination, backend=found["backend"], timings=timings)
+    except WorkerEnded as ended:
+        raise WorkerLost(
+            f"{ended} while {count} local processes timed the all-reduce; its stderr is above"
+        ) from None
+    return examination
+
+
+def _print_report(console: Console, examination: Examination, peers: str) -> None:
+    workers = examination.workers
+    versions = workers[0].versions.items()
+    console.print("  ".join(f"[bold]{name}[/] {escape(version)}" for name, version in versions))
+    console.print(_workers_table(workers))
+    leads = [facts.lead for facts in workers if facts.lead is not None]
+    if leads:
+        console.print(
+            f"Delay of a new split: {max(leads) + _DELAY_BEYOND_LEAD} steps "
+            f"(the largest lead, {max(leads)}, plus {_DELAY_BEYOND_LEAD})"
+        )
+    if examination.timings:
+        console.print(_timings_table(examination, peers))
+    else:
+        console.print("All-reduce: there is one worker alone, so nothing travels.")
+    _print_verdict(console, advice(workers))
+
+
+def _workers_table(workers: Sequence[Facts]) -> Table:
+    with_lead = any(facts.lead is not None for facts in workers)
+    table = Table("worker", "host", title="Workers", title_justify="left")
+    leads = ["lead"] if with_lead else []
+    for heading in ["cores", "threads", "OpenMP", "accelerators", *leads]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for facts in workers:
+        openmp = "not set" if facts.openmp_threads is None else str(facts.openmp_threads)
+        row = [str(facts.worker), escape(facts.host), str(facts.cores), str(facts.threads), openmp]
+        table.add_row(*row, facts.accelerators, *([str(facts.lead)] if with_lead else []))
+    return table
+
+
+def _timings_table(examination: Examination, peers: str) -> Table:
+    title = f"All-reduce between {peers}, backend {examination.backend}"
+    table = Table(title=title, title_justify="left", min_width=len(title))
+    for heading in ("size", "median ms", "MB/s"):
+        table.add_column(heading, justify="right")
+    for timing in examination.timings:
+        speed = timing.size_bytes / timing.median_s / 1e6
+        table.add_row(_size(timing.size_bytes), f"{timing.median_s * 1e3:.3g}", f"{speed:,.0f}")
+    return table
+
+
+def _size(size_bytes: int) -> str:
+    million = 1_000_000
+    if size_bytes >= million:
+        return f"{size_bytes // million} MB"
+    return f"{size_bytes // 1_000} KB"
+
+
+def _print_verdict(console: Console, warnings: Sequence[str]) -> None:
+    for text in warnings:
+        console.print(f"[bold yellow]warning[/] {escape(text)}", soft_wrap=True)
+    if not warnings:
+        console.print("[bold green]all well[/]")
+        return
+    noun = "warning" if len(warnings) == 1 else "warnings"
+    console.print(f"[bold yellow]{len(warnings)} {noun}[/]; what to do stands above")

@@ -1,0 +1,104 @@
+"""What `poise doctor` finds out, and what it advises: values and pure functions."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What one worker says of itself."""
+
+    worker: int
+    host: str
+    versions: Mapping[str, str]
+    cores: int
+    """CPU cores that this process may use."""
+    threads: int
+    """Threads that torch computes with."""
+    openmp_threads: int | None = None
+    """OMP_NUM_THREADS, if set."""
+    local_workers: int | None = None
+    """Workers on its machine, if the launcher says so."""
+    accelerators: str = "none"
+    lead: int | None = None
+    """How many steps its loader runs ahead, if a script was given."""
+    warnings: tuple[str, ...] = ()
+    """What the script was warned of."""
+
+    def to_json(self) -> str:
+        """Return the facts as text, which is all that travels."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Facts":
+        """Read a worker's facts."""
+        fields = json.loads(text)
+        return Facts(**{**fields, "warnings": tuple(fields["warnings"])})
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long an all-reduce of one size takes."""
+
+    size_bytes: int
+    median_s: float
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What all workers together found out."""
+
+    workers: Sequence[Facts]
+    backend: str
+    timings: Sequence[Timing]
+    """Empty where there is nobody to reduce with."""
+
+
+def advice(workers: Sequence[Facts]) -> list[str]:
+    """Return all warnings, each with what to do; the same one for several workers once."""
+    hosts = [facts.host for facts in workers]
+    found: dict[str, list[int]] = {}
+    for facts in workers:
+        threads = thread_warning(
+            threads=facts.threads,
+            cores=facts.cores,
+            local_workers=facts.local_workers or hosts.count(facts.host),
+        )
+        for text in [*([threads] if threads else []), *facts.warnings]:
+            found.setdefault(text, []).append(facts.worker)
+    warnings = [f"{_names(numbers)}: {text}" for text, numbers in found.items()]
+    return warnings + _version_warnings(workers)
+
+
+def thread_warning(*, threads: int, cores: int, local_workers: int) -> str | None:
+    """Return a warning when a worker computes with fewer threads than its part of the cores.
+
+    >>> thread_warning(threads=1, cores=8, local_workers=2)
+    '1 thread meets 4 idle cores; set OMP_NUM_THREADS=4 (torchrun sets 1 if it is not set)'
+    >>> thread_warning(threads=1, cores=2, local_workers=3)
+    """
+    part = cores // local_workers
+    if threads >= part:
+        return None
+    noun, verb = ("thread", "meets") if threads == 1 else ("threads", "meet")
+    return (
+        f"{threads} {noun} {verb} {part} idle cores; set OMP_NUM_THREADS={part} "
+        "(torchrun sets 1 if it is not set)"
+    )
+
+
+def _version_warnings(workers: Sequence[Facts]) -> list[str]:
+    first = workers[0]
+    return [
+        f"{_names([facts.worker])}: {name} is {version}, on worker 0 it is "
+        f"{first.versions.get(name)}; install the same versions everywhere"
+        for facts in workers
+        for name, version in facts.versions.items()
+        if version != first.versions.get(name)
+    ]
+
+
+def _names(numbers: Sequence[int]) -> str:
+    noun = "worker" if len(numbers) == 1 else "workers"
+    return f"{noun} {', '.join(map(str, numbers))}"

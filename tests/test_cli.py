@@ -1,0 +1,219 @@
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from poise.cli.demo import Board, is_same_training, largest_difference
+from poise.cli.demo_task import STEPS, WORKERS
+from poise.cli.doctor_facts import Facts, advice, thread_warning
+from poise.cli.main import main
+from poise.cli.requirements import require
+from poise.cli.worker_messages import WorkerEnded, receive
+from poise.errors import InvalidSetting
+from poise.lab.processes import local_workers
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from poise.torch import Balancer
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.zeros(64, 1))
+    loader = DataLoader(data, batch_size=16, num_workers=2, prefetch_factor=4)
+    Balancer(16).prepare(model, optimizer, loader)
+    print("the script went on")
+"""
+
+
+def poise(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "poise", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def imports_torch(code: str) -> bool:
+    told = f"import sys\n{code}\nprint('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", told], capture_output=True, text=True, timeout=60, check=True
+    )
+    return result.stdout.splitlines()[-1] == "True"
+
+
+def facts(worker: int, *, threads: int = 4, torch_version: str = "2.6") -> Facts:
+    versions = {"torch": torch_version}
+    return Facts(worker=worker, host="a", versions=versions, cores=8, threads=threads)
+
+
+def test_help_does_not_import_torch() -> None:
+    assert not imports_torch(
+        "from poise.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    )
+
+
+def test_an_import_of_torch_would_be_seen() -> None:
+    assert imports_torch("import torch")
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["doctor", "--workers", "1"], ["demo", "x"]])
+def test_a_wrong_command_line_gives_exit_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+
+
+def test_an_expected_error_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "missing.py"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("poise: there is no script missing.py")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_a_missing_package_is_named_with_the_extra_to_install() -> None:
+    with pytest.raises(InvalidSetting, match=r'no_such_package .* pip install "poise\[demo\]"'):
+        require("sys", "no_such_package", extra="demo")
+
+
+def test_the_demo_trains_the_same_as_one_plain_process() -> None:
+    result = poise("demo")
+    assert result.returncode == 0, result.stderr
+    assert "same training: largest weight difference" in result.stdout
+    assert f"step {STEPS} of {STEPS}" in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_demo_stops_when_a_worker_dies() -> None:
+    command = [sys.executable, "-m", "poise", "demo"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as demo:
+        os.kill(wait_for_children(demo)[1], signal.SIGKILL)
+        _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert b"worker 1 ended with signal 9" in errors
+
+
+def wait_for_children(process: "subprocess.Popen[bytes]") -> list[int]:
+    """Return the demo's workers, in their order, once all are there."""
+    listing = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while process.poll() is None:
+        children = [int(child) for child in listing.read_text().split()]
+        if len(children) == WORKERS:
+            return children
+        time.sleep(0.01)
+    raise AssertionError("the demo ended before its workers were there")
+
+
+def test_a_failed_worker_is_reported_while_others_still_run() -> None:
+    code = "import os, signal; os.environ['RANK'] == '1' and exit(3); signal.pause()"
+    with (
+        local_workers([sys.executable, "-c", code], 2) as processes,
+        pytest.raises(WorkerEnded, match="worker 1 ended with exit code 3"),
+    ):
+        list(receive(processes))
+
+
+def test_messages_arrive_from_all_workers() -> None:
+    code = "from poise.cli.worker_messages import send; send(a=1); send(a=2)"
+    with local_workers([sys.executable, "-c", code], 2) as processes:
+        received = list(receive(processes))
+    assert [message["a"] for worker, message in received if worker == 1] == [1, 2]
+    assert len(received) == 4
+
+
+def test_equal_weights_are_the_same_training() -> None:
+    weights = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+    assert largest_difference(weights, dict(weights)) == 0.0
+    assert is_same_training(0.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.tensor([1.0, 2.0 + 1e-9], dtype=torch.float64)},
+        {"w": torch.tensor([1.0, math.nan], dtype=torch.float64)},
+        {"w": torch.tensor([1.0], dtype=torch.float64)},
+        {"v": torch.tensor([1.0, 2.0], dtype=torch.float64)},
+        {},
+    ],
+)
+def test_different_weights_are_not_the_same_training(other: dict[str, torch.Tensor]) -> None:
+    weights = {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+    assert not is_same_training(largest_difference(weights, other))
+
+
+def test_the_board_shows_a_step_when_all_workers_have_reported_it() -> None:
+    board = Board()
+    for worker in (2, 0):
+        board.note(worker, {"step": 0, "epoch": 0, "samples": 5, "loss": 1.0})
+    assert board.step == 0
+    board.note(0, {"step": 1, "epoch": 0, "samples": 5, "loss": 1.0})
+    board.note(1, {"step": 0, "epoch": 0, "samples": 0, "loss": None})
+    assert board.step == 1
+    assert board.samples == board.seen == [5, 0, 5]
+
+
+def test_doctor_reports_versions_and_the_speed_of_the_all_reduce() -> None:
+    result = poise("doctor")
+    assert result.returncode == 0, result.stderr
+    assert f"torch {torch.__version__}" in result.stdout
+    assert "between 2 processes on this machine, backend gloo" in result.stdout
+    assert all(size in result.stdout for size in ("4 KB", "64 KB", "1 MB", "16 MB"))
+
+
+def test_doctor_runs_a_script_until_prepare_and_shows_its_lead(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    result = poise("doctor", str(script))
+    assert result.returncode == 0, result.stderr
+    assert "Delay of a new split: 10 steps (the largest lead, 8, plus 2)" in result.stdout
+    assert "the script went on" not in result.stdout
+
+
+def test_doctor_refuses_a_script_that_never_prepares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:]); sys.exit(0)")
+    assert main(["doctor", str(script), "--lr", "1"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "['--lr', '1']\n"
+    assert "without calling Balancer.prepare" in said.err
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "local_workers", "advised"),
+    [(1, 8, 2, "OMP_NUM_THREADS=4"), (1, 2, 1, "OMP_NUM_THREADS=2")],
+)
+def test_too_few_threads_are_warned_of(
+    threads: int, cores: int, local_workers: int, advised: str
+) -> None:
+    text = thread_warning(threads=threads, cores=cores, local_workers=local_workers)
+    assert text is not None
+    assert advised in text
+
+
+@pytest.mark.parametrize(("threads", "cores", "local_workers"), [(4, 8, 2), (1, 2, 3), (1, 3, 2)])
+def test_enough_threads_are_not_warned_of(threads: int, cores: int, local_workers: int) -> None:
+    assert thread_warning(threads=threads, cores=cores, local_workers=local_workers) is None
+
+
+def test_one_advice_is_given_once_for_all_its_workers() -> None:
+    """Where the launcher does not count the workers of a machine, their host names do."""
+    (text,) = advice([facts(0, threads=1), facts(1, threads=1)])
+    assert text.startswith("workers 0, 1: 1 thread meets 4 idle cores")
+
+
+def test_different_versions_are_warned_of() -> None:
+    (text,) = advice([facts(0), facts(1, torch_version="2.7")])
+    assert text.startswith("worker 1: torch is 2.7, on worker 0 it is 2.6")
+
+
+def test_facts_travel_as_text() -> None:
+    assert Facts.from_json(facts(1).to_json()) == facts(1)

@@ -1,0 +1,170 @@
+"""One worker fails: the others stop within seconds and say who and where."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from poise.lab.processes import local_workers
+from poise.policy import Fixed
+from poise.torch import Balancer
+from tests.cluster import Fault, Outcome, Workers
+from tests.training import Log, Recipe, train_balanced
+
+RECIPE = Recipe(samples=200, global_batch=10, epochs=1)
+
+
+def training_with_fault(fault: Fault, hang_s: float | None = None) -> Log:
+    return train_balanced(RECIPE, Fixed([2, 3, 5]), fault=fault, hang_s=hang_s)
+
+
+def check_named(outcome: Outcome, *words: str) -> None:
+    """The error and stderr both name the worker and the step."""
+    for text in (outcome.error, outcome.stderr):
+        for word in ("worker 1", *words):
+            assert word in text, (word, text)
+
+
+def test_a_worker_that_raises_is_named_with_its_error(workers: Workers) -> None:
+    fault = Fault(worker=1, step=4, kind="raise")
+    outcomes = workers.attempt(training_with_fault, fault, workers=3)
+    assert outcomes[1].error == "ValueError: injected fault"
+    for worker in (0, 2):
+        check_named(outcomes[worker], "step 4", "ValueError: injected fault")
+
+
+@pytest.mark.parametrize("kind", ["kill", "exit"])
+def test_a_worker_that_dies_is_named(workers: Workers, kind: str) -> None:
+    fault = Fault(worker=1, step=6, kind=kind)  # type: ignore[arg-type]
+    outcomes = workers.attempt(training_with_fault, fault, workers=3)
+    assert "process ended" in outcomes[1].error
+    for worker in (0, 2):
+        check_named(outcomes[worker], "died at step 6")
+
+
+def test_a_worker_that_hangs_is_named_after_the_limit(workers: Workers) -> None:
+    fault = Fault(worker=1, step=3, kind="hang")
+    outcomes = workers.attempt(training_with_fault, fault, 4.0, workers=3, hanging=1)
+    for worker in (0, 2):
+        check_named(outcomes[worker], "hangs at step 3", "alive")
+        assert outcomes[worker].seconds > 4
+
+
+def death_in_a_mean() -> None:
+    with Balancer(3) as balancer:
+        if balancer.worker == 1:
+            os._exit(1)
+        balancer.mean(1.0, 1)
+
+
+def test_a_death_outside_of_training_is_named(workers: Workers) -> None:
+    outcomes = workers.attempt(death_in_a_mean, workers=3)
+    for worker in (0, 2):
+        check_named(outcomes[worker], "died", "mean")
+        assert "WorkerLost" in outcomes[worker].error
+
+
+def slow_evaluation(pause_s: float) -> Log:
+    """Worker 0 evaluates alone, much longer than silence would be tolerated."""
+
+    def evaluate(balancer: Balancer, step: int) -> None:
+        if balancer.worker == 0 and step == 5:
+            time.sleep(pause_s)
+
+    return train_balanced(RECIPE, after_step=evaluate)
+
+
+def test_a_long_evaluation_on_worker_0_is_not_taken_for_death(workers: Workers) -> None:
+    outcomes = workers.attempt(slow_evaluation, 5.0, workers=3)
+    assert [outcome.error for outcome in outcomes] == [""] * 3
+    assert [outcome.stderr for outcome in outcomes] == [""] * 3
+
+
+def leave_a_step_early() -> str:
+    """Worker 1 leaves the loop before the others do, and reaches the end of its script."""
+
+    def leave(balancer: Balancer, step: int) -> None:
+        if balancer.worker == 1 and step == 2:
+            raise StopIteration
+
+    try:
+        train_balanced(RECIPE, after_step=leave)
+    except StopIteration:
+        return "left"
+    return "done"
+
+
+def test_a_worker_that_takes_fewer_steps_is_named(workers: Workers) -> None:
+    outcomes = workers.attempt(leave_a_step_early, workers=2)
+    check_named(outcomes[0], "left at step 2", "StopIteration")
+
+
+SCRIPT = """
+    import os, sys
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from poise.torch import Balancer
+
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = TensorDataset(torch.randn(60, 4), torch.randn(60, 1))
+    balancer = Balancer(6)
+    model, optimizer, loader = balancer.prepare(model, optimizer, DataLoader(data, 6, shuffle=True))
+    for step, (x, y) in enumerate(loader):
+        if balancer.worker == 1 and step == 4:
+            {fault}
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("finished", balancer.worker)
+"""
+
+
+def run_script(tmp_path: Path, fault: str, workers: int = 3) -> list[tuple[int, str, str]]:
+    """Run SCRIPT in processes of its own; return (exit code, stdout, stderr) of each."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(fault=fault))
+    with local_workers([sys.executable, str(script)], workers, stderr=subprocess.PIPE) as processes:
+        results = [process.communicate(timeout=60) for process in processes]
+        return [
+            (process.returncode, out, err)
+            for process, (out, err) in zip(processes, results, strict=True)
+        ]
+
+
+def test_a_script_ends_cleanly(tmp_path: Path) -> None:
+    for worker, (code, out, err) in enumerate(run_script(tmp_path, "pass")):
+        assert (code, out) == (0, f"finished {worker}\n"), err
+        assert err == ""
+
+
+def test_an_uncaught_error_in_a_script_reaches_the_others(tmp_path: Path) -> None:
+    results = run_script(tmp_path, "raise KeyError('no such column')")
+    for worker in (0, 2):
+        code, _, err = results[worker]
+        assert code == 1
+        assert f"poise: worker {worker}: worker 1" in err
+        assert "left at step 4: KeyError: 'no such column'" in err
+
+
+def test_the_death_of_the_worker_that_hosts_the_store_is_named(tmp_path: Path) -> None:
+    results = run_script(tmp_path, "pass\n    if balancer.worker == 0 and step == 7: os._exit(1)")
+    for worker in (1, 2):
+        code, _, err = results[worker]
+        assert code == 1
+        assert f"poise: worker {worker}: worker 0" in err
+        assert "died at step 7" in err
+
+
+def test_a_script_that_ends_early_is_named(tmp_path: Path) -> None:
+    results = run_script(tmp_path, "break")
+    assert results[1][0] == 0
+    for worker in (0, 2):
+        code, _, err = results[worker]
+        assert code == 1
+        assert "reached the end of its script after step 4" in err
