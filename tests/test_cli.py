@@ -172,7 +172,7 @@ def test_doctor_runs_a_script_until_prepare_and_shows_its_lead(tmp_path: Path) -
     script.write_text(SCRIPT)
     result = poise("doctor", str(script))
     assert result.returncode == 0, result.stderr
-    assert "Delay of a new split: 10 steps (the largest lead, 8, plus 2)" in result.stdout
+    assert "Delay of a new plan: 10 steps (the largest lead is 8)" in result.stdout
     assert "the script went on" not in result.stdout
 
 

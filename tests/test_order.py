@@ -62,12 +62,12 @@ def test_epochs_and_seeds_give_different_orders() -> None:
     assert len(orders) == 100
 
 
-@pytest.mark.parametrize("length", [2, 5, 10, 33])
+@pytest.mark.parametrize("length", [5, 10, 33])
 def test_every_sample_is_as_likely_at_every_position(length: int) -> None:
     counts = np.zeros((length, length))
-    for seed in range(4000):
+    for seed in range(1000):
         counts[np.arange(length), Order(length=length, seed=seed).at(0, length)] += 1
-    expected = 4000 / length
+    expected = 1000 / length
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     freedom = (length - 1) ** 2
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5

@@ -97,7 +97,7 @@ def test_online_plans_start_together_at_any_lead(workers: Workers, leads: Any) -
     assert distance(logs[1].weights, train_plain(RECIPE)) < EXACT
 
 
-@pytest.mark.parametrize("leads", LEADS[2:])
+@pytest.mark.parametrize("leads", LEADS[3:])
 def test_stated_plans_start_at_their_step_at_any_lead(workers: Workers, leads: Any) -> None:
     policy = random_splits(9, 3, 8, steps=STEPS)
     assert len(policy.splits) > 50
@@ -120,7 +120,7 @@ def stop_and_restart_passes(policy: Any) -> tuple[list[tuple[int, ...]], list[li
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         while balancer.state_dict()["epoch"] == 0:
             for number, (inputs, targets, samples) in enumerate(shares):
-                if number == 30:
+                if number == 45:
                     break  # handed out, never trained on: it comes again
                 splits.append(balancer.plan.split)
                 seen.append(samples.tolist())

@@ -39,8 +39,9 @@ def openmp_threads() -> int | None:
 
 def for_worker(worker: int, workers: int, port: int) -> dict[str, str]:
     """Return this environment with the variables that place a worker in a local group."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     return {
-        **os.environ,
+        **inherited,
         "RANK": str(worker),
         "LOCAL_RANK": str(worker),
         "WORLD_SIZE": str(workers),

@@ -16,7 +16,6 @@ from poise.errors import InvalidSetting, WorkerLost
 from poise.lab.processes import local_workers
 
 _LOCAL_PROCESSES = 2
-_DELAY_BEYOND_LEAD = 2  # as in poise.torch.exchange
 
 
 def doctor(*, workers: int | None = None, script: Sequence[str] = ()) -> int:
@@ -79,9 +78,11 @@ def _print_report(console: Console, examination: Examination, peers: str) -> Non
     console.print(_workers_table(workers))
     leads = [facts.lead for facts in workers if facts.lead is not None]
     if leads:
+        from poise.torch.exchange import delay
+
+        largest = max(leads)
         console.print(
-            f"Delay of a new split: {max(leads) + _DELAY_BEYOND_LEAD} steps "
-            f"(the largest lead, {max(leads)}, plus {_DELAY_BEYOND_LEAD})"
+            f"Delay of a new plan: {delay(largest)} steps (the largest lead is {largest})"
         )
     if examination.timings:
         console.print(_timings_table(examination, peers))

@@ -22,7 +22,6 @@ _HALF_ROUNDS = 10
 _FEWEST_BITS = 6  # a smaller network has too few states to reach all orders evenly
 _BLOCK = 8192
 _WORD = 2**64
-_NOTHING = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +53,12 @@ class Order:
             raise IndexError(f"positions {start}:{stop} of an order of {self.length} samples")
         if not self.shuffled:
             return np.arange(start, stop, dtype=np.int64)
-        blocks = range(start // _BLOCK, -(-stop // _BLOCK))
-        parts = [_block(self.length, self.seed, self.epoch, number) for number in blocks]
-        first = blocks.start * _BLOCK
-        return np.concatenate([*parts, _NOTHING])[start - first : stop - first]
+        first, last = start // _BLOCK, max(start, stop - 1) // _BLOCK
+        parts = [
+            _block(self.length, self.seed, self.epoch, number) for number in range(first, last + 1)
+        ]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return whole[start - first * _BLOCK : stop - first * _BLOCK].copy()
 
     def digest(self) -> str:
         """Fingerprint of epoch 0: equal on two workers exactly when they visit samples alike."""

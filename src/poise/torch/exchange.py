@@ -31,13 +31,18 @@ class _Posted:
     work: dist.Work
 
 
+def delay(lead: int) -> int:
+    """Return how many steps after its announcement a plan starts, for the largest lead."""
+    return lead + 2
+
+
 class Exchange:
     """The start-step protocol. Policies that learn nothing exchange nothing."""
 
     def __init__(self, run: Run, engine: Engine, lead: int) -> None:
         self._run = run
         self._engine = engine
-        self._delay = lead + 2
+        self._delay = delay(lead)
         self._posted: deque[_Posted] = deque()
         self._decided: Split | None = None
 

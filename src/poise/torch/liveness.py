@@ -24,13 +24,22 @@ _BEAT_S = 0.5
 _POLL_S = 0.1
 _SEARCH_S = 6.0
 """How long to look for the culprit before giving up on a name."""
+_LINGER_S = 3.0
+"""How long worker 0, which may host the store, leaves it to the others after a loss."""
+_NO_STORE = (RuntimeError, OSError)
+"""What the store raises when the process that hosts it is gone."""
 
 
 class Liveness:
     """This worker's heartbeat, and its view of the others."""
 
     def __init__(self, worker: int, workers: int, store: Store) -> None:
-        self.sign = Sign(
+        self.step = 0
+        """The step this worker is at; the loader keeps it."""
+        self.reductions = 0
+        """Gradient reductions it has entered; the reduction keeps it."""
+        self._calls = 0
+        self._said = Sign(
             worker=worker,
             host=socket.gethostname(),
             namespace=_process_namespace(),
@@ -38,23 +47,17 @@ class Liveness:
         )
         self._peers = [peer for peer in range(workers) if peer != worker]
         self._store = getattr(store, "clone", lambda: store)()
-        self._stop = threading.Event()
-        self._changing = threading.Lock()
         self._telling = threading.Lock()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="poise-heartbeat", daemon=True)
         self._say()
         if self._peers:
             self._thread.start()
 
-    def note(self, **changes: Any) -> None:
-        """Change what the next heartbeat tells."""
-        with self._changing:
-            self.sign = replace(self.sign, **changes)
-
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
         """Run a call that all workers make together, and count it."""
-        self.note(calls=self.sign.calls + 1)
+        self._calls += 1
         with self.watch(doing):
             yield
 
@@ -73,19 +76,19 @@ class Liveness:
         blame = self._search(timed_out="imed out" in str(error))
         if blame is None:
             cause = str(error).splitlines()[0]
-            message = f"{doing} failed and no worker could be found at fault: {cause}"
+            reason = message = f"{doing} failed, and no worker could be found at fault: {cause}"
         else:
-            message = f"{blame.reason} ({doing} cannot go on)"
-        self._leave(message if blame is None else blame.reason, blame.worker if blame else None)
-        sys.stderr.write(f"poise: worker {self.sign.worker}: {message}\n")
+            reason, message = blame.reason, f"{blame.reason} ({doing} cannot go on)"
+        self._leave(reason, lost=blame.worker if blame else None)
+        sys.stderr.write(f"poise: worker {self._said.worker}: {message}\n")
         sys.stderr.flush()
         self._linger(blame)
         return WorkerLost(message)
 
     def fail(self, why: str) -> None:
         """Tell the others that this worker stops because of an error of its own."""
-        if self.sign.state == "running":
-            self._leave(why, None)
+        if self._said.state == "running":
+            self._leave(why, lost=None)
         self._end()
 
     def finish(self) -> None:
@@ -94,63 +97,24 @@ class Liveness:
         A process that ends while others still talk can abort them. The wait ends as soon as a
         peer is found waiting for something that this worker will never do.
         """
-        try:
+        with suppress(*_NO_STORE):  # it ends with the worker that hosts it, which is done too
             self._say(state="done")
-            before, since = self._signs(), time.monotonic()
-            while True:
-                now = self._signs()
-                if all(peer.state != "running" for peer in now.values()):
-                    break
-                if any(peer.reached > self.sign.reached for peer in now.values()):
-                    break
-                if any(now[peer].beat != before[peer].beat for peer in now):
-                    before, since = now, time.monotonic()
-                if time.monotonic() - since > 10 * _BEAT_S:
-                    break
-                time.sleep(_POLL_S / 2)
-        except (RuntimeError, OSError):
-            pass  # the store ends with the worker that hosts it, which is done too
+            self._await_peers()
         self._end()
 
-    def _linger(self, blame: Blame | None) -> None:
-        """On worker 0, which may host the store: let the others find the same culprit first."""
-        if self.sign.worker != 0:
-            return
-        deadline = time.monotonic() + _SEARCH_S / 2
-        with suppress(RuntimeError, OSError):
-            while time.monotonic() < deadline and any(
-                peer.state == "running" and not self._gone(peer)
-                for peer in self._signs().values()
-                if blame is None or peer.worker != blame.worker
-            ):
-                time.sleep(_POLL_S)
-
-    def _end(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(_BEAT_S):
-            try:
-                self._say(beat=self.sign.beat + 1)
-            except (RuntimeError, OSError):
-                return  # no store, no heartbeat; the search for the culprit reports it
-
-    def _say(self, **changes: Any) -> None:
-        with self._telling:  # one at a time, so that no older sign follows a newer one
-            self.note(**changes)
-            self._store.set(f"sign/{self.sign.worker}", self.sign.to_json())
-
-    def _leave(self, why: str, lost: int | None) -> None:
-        with suppress(RuntimeError, OSError):  # without a store nobody is left to be told
-            self._say(state="left", why=why, lost=lost)
-
-    def _signs(self) -> dict[int, Sign]:
-        if not self._peers:
-            return {}
-        texts = self._store.multi_get([f"sign/{peer}" for peer in self._peers])
-        return {peer: Sign.from_json(text) for peer, text in zip(self._peers, texts, strict=True)}
+    def _await_peers(self) -> None:
+        before, since = self._signs(), time.monotonic()
+        while True:
+            now = self._signs()
+            if all(peer.state != "running" for peer in now.values()):
+                return
+            if any(peer.reached > self._mine().reached for peer in now.values()):
+                return
+            if any(now[peer].beat != before[peer].beat for peer in now):
+                before, since = now, time.monotonic()
+            if time.monotonic() - since > 10 * _BEAT_S:
+                return
+            time.sleep(_POLL_S / 2)
 
     def _search(self, *, timed_out: bool) -> Blame | None:
         start = time.monotonic()
@@ -158,7 +122,7 @@ class Liveness:
             before = now = self._signs()
             while (waited_s := time.monotonic() - start) < _SEARCH_S:
                 blame = find_culprit(
-                    self.sign,
+                    self._mine(),
                     before,
                     now,
                     waited_s=waited_s,
@@ -169,17 +133,60 @@ class Liveness:
                     return blame
                 time.sleep(_POLL_S)
                 now = self._signs()
-        except (RuntimeError, OSError):
+        except _NO_STORE:
             return Blame(
                 0,
-                f"worker 0 died at step {self.sign.step}: "
+                f"worker 0 died at step {self.step}: "
                 "the store that it or its launcher hosts is gone",
             )
         return None
 
+    def _linger(self, blame: Blame | None) -> None:
+        """On worker 0, which may host the store: let the others find the same culprit first."""
+        if self._said.worker != 0:
+            return
+        deadline = time.monotonic() + _LINGER_S
+        with suppress(*_NO_STORE):
+            while time.monotonic() < deadline and any(
+                peer.state == "running" and not self._gone(peer)
+                for peer in self._signs().values()
+                if blame is None or peer.worker != blame.worker
+            ):
+                time.sleep(_POLL_S)
+
+    def _beat(self) -> None:
+        with suppress(*_NO_STORE):  # no store, no heartbeat; the search for the culprit says so
+            while not self._stop.wait(_BEAT_S):
+                self._say(beat=self._said.beat + 1)
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _leave(self, why: str, *, lost: int | None) -> None:
+        with suppress(*_NO_STORE):  # without a store nobody is left to be told
+            self._say(state="left", why=why, lost=lost)
+
+    def _say(self, **changes: Any) -> None:
+        with self._telling:  # one at a time, so that no older sign follows a newer one
+            self._said = replace(self._mine(), **changes)
+            self._store.set(f"sign/{self._said.worker}", self._said.to_json())
+
+    def _mine(self) -> Sign:
+        """This worker's sign as of now."""
+        return replace(self._said, step=self.step, reductions=self.reductions, calls=self._calls)
+
+    def _signs(self) -> dict[int, Sign]:
+        """What the others last said."""
+        if not self._peers:
+            return {}
+        texts = self._store.multi_get([f"sign/{peer}" for peer in self._peers])
+        return {peer: Sign.from_json(text) for peer, text in zip(self._peers, texts, strict=True)}
+
     def _gone(self, peer: Sign) -> bool:
         """Whether a peer's process on this machine has ended; False where that cannot be seen."""
-        here = (self.sign.host, self.sign.namespace)
+        here = (self._said.host, self._said.namespace)
         if (peer.host, peer.namespace) != here or peer.state != "running":
             return False
         try:

@@ -132,7 +132,7 @@ class TrainingSource:
     def hand_out(self, batch: Batch) -> None:
         """Note the batch, and tell the other workers where that is needed."""
         self._run.progress = self._run.progress.hand_out(batch)
-        self._run.liveness.note(step=batch.step)
+        self._run.liveness.step = batch.step
         self._exchange.post(batch)
 
     def end(self) -> None:

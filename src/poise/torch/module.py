@@ -27,9 +27,9 @@ class SharedModule(nn.Module):
     def __init__(self, model: nn.Module, run: Run, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.module = model
-        ddp = DistributedDataParallel(
-            model, process_group=run.cluster.gradients, **_no_buffer_broadcast(), **options
-        )
+        # Gradients live in the buckets: this saves the copy back, as much as our weighting costs.
+        settings = {"gradient_as_bucket_view": True, **_no_buffer_broadcast(), **options}
+        ddp = DistributedDataParallel(model, process_group=run.cluster.gradients, **settings)
         ddp.register_comm_hook(None, Reduction(run, model).hook)
         self.__dict__["_ddp"] = ddp
 
