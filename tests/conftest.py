@@ -24,3 +24,8 @@ def _no_leaks() -> Iterator[None]:
     yield
     leaks = leaks_since(before, ignored_processes=_CLUSTER.process_ids())
     assert not leaks, leaks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the laws of the core first, and then what needs worker processes."""
+    items.sort(key=lambda item: "workers" in getattr(item, "fixturenames", ()))

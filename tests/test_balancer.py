@@ -10,6 +10,7 @@ import warnings
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -304,3 +305,22 @@ def test_the_readme_block_runs_under_torchrun(tmp_path: Path) -> None:
     accuracies = {line.split(": ")[1] for line in lines}
     assert len(accuracies) == 1
     assert float(accuracies.pop()) > 0.9
+
+
+def train_without_pickle() -> None:
+    """Let every way of torch.distributed to send Python objects fail."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an object is pickled")
+
+    with (
+        mock.patch("torch.distributed.distributed_c10d._object_to_tensor", refuse),
+        mock.patch("torch.distributed.distributed_c10d._tensor_to_object", refuse),
+    ):
+        with pytest.raises(AssertionError, match="pickled"):
+            dist.distributed_c10d._object_to_tensor(1, torch.device("cpu"), None)
+        train_balanced(RECIPE, Fixed([7, 5]))
+
+
+def test_nothing_is_pickled_between_workers(workers: Workers) -> None:
+    workers.run(train_without_pickle, workers=2)
