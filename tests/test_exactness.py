@@ -1,23 +1,31 @@
 """The central law: for any split, training equals one process on the joined batch."""
 
+import math
 import random
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from poise.core.batch import Batch
-from poise.policy import Fixed
+from poise.torch import Balancer, Fixed
 from tests.cluster import Workers
 from tests.training import (
     Log,
     Recipe,
+    build,
+    dataset,
     distance,
     plain_batches,
     plain_gradient,
     train_balanced,
     train_plain,
+    weights,
 )
 
 # Theory: float64 weights within 1e-12 after 50 steps.
@@ -138,3 +146,29 @@ def test_an_idle_worker_that_repeats_a_sample_changes_nothing(workers: Workers) 
     assert distance(logs[0].weights, train_plain(recipe)) < EXACT
     samples_per_step = {len(samples) for _, _, samples in logs[1].seen}
     assert samples_per_step == {2}
+
+
+def poisoned_idle_worker() -> dict[str, torch.Tensor]:
+    """The idle worker's gradient and running statistics are NaN."""
+    recipe = replace(LONG, model="batchnorm")
+    model, optimizer, _ = build(recipe)
+    with (
+        warnings.catch_warnings(),
+        Balancer(12, policy=Fixed([0, 12]), idle="repeat") as balancer,
+    ):
+        warnings.simplefilter("ignore")
+        loader = DataLoader(dataset(recipe), 12, shuffle=True)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for inputs, targets, _ in shares:
+            poison = math.nan if balancer.worker == 0 else 1.0
+            (nn.functional.cross_entropy(shared(inputs * poison), targets) * poison).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(shared)
+
+
+def test_nan_on_an_idle_worker_stays_there(workers: Workers) -> None:
+    idle, busy = workers.run(poisoned_idle_worker, workers=2)
+    expected = train_plain(replace(LONG, model="batchnorm", epochs=1))
+    assert distance(idle, busy) == 0
+    assert distance(busy, expected) < EXACT
