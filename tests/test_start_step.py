@@ -136,3 +136,35 @@ def test_leaving_the_loader_early_loses_and_doubles_nothing(workers: Workers) ->
     steps = zip(*(seen for _, seen in results), strict=True)
     joined = [sample for slices in steps for samples in slices for sample in samples]
     assert joined == Order(length=803, seed=4).at(0, 803).tolist()
+
+
+def rewind(policy: Any) -> list[tuple[int, tuple[int, ...], list[int]]]:
+    """Train 60 steps, go back to step 20, and train on; (step, split, samples) of each step."""
+    model, optimizer, _ = build(RECIPE)
+    log = []
+    with Balancer(8, policy=policy, seed=RECIPE.seed) as balancer:
+        loader = DataLoader(dataset(RECIPE), 8, shuffle=True, num_workers=balancer.worker)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        early: dict[str, Any] = {}
+        for stop in (60, RECIPE.samples):
+            for inputs, targets, samples in shares:
+                step = int(balancer.state_dict()["step"])
+                log.append((step, balancer.plan.split, samples.tolist()))
+                torch.nn.functional.cross_entropy(shared(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 20:
+                    early = balancer.state_dict()
+                if step == stop:
+                    break
+            balancer.load_state_dict(early)
+    return log
+
+
+def test_plans_stay_together_when_training_goes_back(workers: Workers) -> None:
+    logs = workers.run(rewind, Restless(), workers=3)
+    places = [[(step, split) for step, split, _ in log] for log in logs]
+    assert places[0] == places[1] == places[2]
+    again = [[samples for _, _, samples in log[61:]] for log in logs]
+    joined = [sample for step in zip(*again, strict=True) for part in step for sample in part]
+    assert joined == Order(length=803, seed=4).at(21 * 8, 803).tolist()
