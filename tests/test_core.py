@@ -110,7 +110,6 @@ def test_the_plan_of_a_step_is_the_last_that_started(starts: list[int], step: in
         timetable = timetable.announce(Plan((start + 1,), start))
     expected = max([0, *(start for start in starts if start <= step)])
     assert timetable.at(step).start_step == expected
-    assert timetable.since(step).at(step + 1) == timetable.at(step + 1)
 
 
 def test_an_announced_plan_replaces_later_ones() -> None:

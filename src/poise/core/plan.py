@@ -32,7 +32,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Timetable:
-    """The plans known so far, by their first step.
+    """The plans known so far, by their first step; past ones too, since training may go back.
 
     >>> timetable = Timetable((Plan((2, 2), 0), Plan((1, 3), 7)))
     >>> timetable.at(6).split, timetable.at(7).split
@@ -52,8 +52,3 @@ class Timetable:
         """Return the timetable with a plan that replaces all later ones."""
         kept = tuple(known for known in self.plans if known.start_step < plan.start_step)
         return Timetable((*kept, plan))
-
-    def since(self, step: int) -> "Timetable":
-        """Return the timetable without the plans that ended before a step."""
-        current = self.at(step)
-        return Timetable(tuple(p for p in self.plans if p.start_step >= current.start_step))

@@ -94,8 +94,8 @@ class Exchange:
             )
         start_step, *local_batches = (int(number) for number in rows[0][1:])
         if start_step != _NO_CHANGE:
-            known = self._run.timetable.since(self._run.progress.step)
-            self._run.timetable = known.announce(Plan(tuple(local_batches), start_step))
+            plan = Plan(tuple(local_batches), start_step)
+            self._run.timetable = self._run.timetable.announce(plan)
         if self._run.cluster.worker == 0:
             observation = Observation(step=step, split=posted.batch.split)
             split, self._engine = self._engine.update(observation)
