@@ -71,7 +71,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stream": (lambda: parts(Stream(), batch_size=4), "IterableDataset.*map-style"),
     "empty": (lambda: parts(Empty(), batch_size=4), "data set is empty"),
-    "not a loader": (lambda: (*parts()[:2], [1, 2]), "a list as loader; pass a torch.utils.data"),
+    "not a loader": (
+        lambda: (*parts()[:2], [1, 2]),
+        "the loader is a list; pass a torch.utils.data",
+    ),
     "not a model": (lambda: (None, *parts()[1:]), "a NoneType as model"),
     "wrong order": (lambda: (parts()[0], parts()[2], parts()[1]), "a DataLoader as optimizer"),
     "foreign optimizer": (

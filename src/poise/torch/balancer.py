@@ -106,7 +106,7 @@ class Balancer:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the next step."""
+        """The plan of the step under way, and between steps of the next one."""
         return self._run.timetable.at(self._run.progress.step)
 
     def prepare(
@@ -124,8 +124,8 @@ class Balancer:
         self._agree(model, order, loader)
         self._say_once(model, loader)
         self._order = order
-        leads = self._control.table([lead(loader)], "prepare")
-        exchange = Exchange(self._run, self._engine, int(max(max(leads))))
+        leads = [int(row[0]) for row in self._control.table([lead(loader)], "prepare")]
+        exchange = Exchange(self._run, self._engine, max(leads))
         source = TrainingSource(
             self._run,
             exchange,

@@ -58,7 +58,7 @@ def check_loader(loader: object) -> int:
     """Return the length of the data set, or raise if the loader cannot be split exactly."""
     if not isinstance(loader, DataLoader):
         raise InvalidSetting(
-            f"prepare got a {type(loader).__name__} as loader; pass a torch.utils.data.DataLoader"
+            f"the loader is a {type(loader).__name__}; pass a torch.utils.data.DataLoader"
         )
     _check_sampling(loader)
     dataset = loader.dataset
