@@ -252,6 +252,10 @@ def test_a_batch_is_emptied_in_its_own_form() -> None:
     assert emptied((one, [one]))[1] == []
     assert emptied(Sentence(one, ["a"])).tokens.shape == (0, 3)
     assert emptied((one, None, torch.tensor(3.0)))[2] == 3.0
+    assert emptied([one, ("name",)])[1] == ()
+    assert emptied(((one,), ({"boxes": one},))) == ((), ())
+    assert emptied([(one, "name")]) == []
+    assert emptied([one])[0].shape == (0, 3)
     with pytest.raises(InvalidSetting, match=r'a set cannot be emptied.*idle="repeat"'):
         emptied((one, {1}))
 

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,13 +38,14 @@ def test_a_worker_that_raises_is_named_with_its_error(workers: Workers) -> None:
         check_named(outcomes[worker], "step 4", "ValueError: injected fault")
 
 
-@pytest.mark.parametrize("kind", ["kill", "exit"])
-def test_a_worker_that_dies_is_named(workers: Workers, kind: str) -> None:
-    fault = Fault(worker=1, step=6, kind=kind)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("kind", "step"), [("kill", 6), ("exit", 0), ("kill", 1)])
+def test_a_worker_that_dies_is_named(workers: Workers, kind: Any, step: int) -> None:
+    """In step 1 the others wait in forward, where buckets are agreed on."""
+    fault = Fault(worker=1, step=step, kind=kind)
     outcomes = workers.attempt(training_with_fault, fault, workers=3)
     assert "process ended" in outcomes[1].error
     for worker in (0, 2):
-        check_named(outcomes[worker], "died at step 6")
+        check_named(outcomes[worker], f"died at step {step}")
 
 
 def test_a_worker_that_hangs_is_named_after_the_limit(workers: Workers) -> None:
@@ -101,6 +103,17 @@ def leave_a_step_early() -> str:
 def test_a_worker_that_takes_fewer_steps_is_named(workers: Workers) -> None:
     outcomes = workers.attempt(leave_a_step_early, workers=2)
     check_named(outcomes[0], "left at step 2", "StopIteration")
+
+
+def join_without_worker_1() -> None:
+    if os.environ["RANK"] != "1":
+        Balancer(3, hang_s=3.0)
+
+
+def test_a_worker_that_never_joins_is_reported_after_the_limit(workers: Workers) -> None:
+    outcomes = workers.attempt(join_without_worker_1, workers=3)
+    for worker in (0, 2):
+        assert f"WorkerLost: worker {worker} could not meet all 3" in outcomes[worker].error
 
 
 SCRIPT = """
@@ -167,4 +180,4 @@ def test_a_script_that_ends_early_is_named(tmp_path: Path) -> None:
     for worker in (0, 2):
         code, _, err = results[worker]
         assert code == 1
-        assert "reached the end of its script after step 4" in err
+        assert "ended after step 4 without an error" in err

@@ -63,7 +63,7 @@ def test_a_hanging_worker_is_the_one_behind() -> None:
     blame = blamed(now, waited_s=SILENCE_S, timed_out=True)
     assert blame is not None
     assert blame[0] == 1
-    assert "hangs at step 6" in blame[1]
+    assert "hangs at step 7" in blame[1]
     assert "alive" in blame[1]
 
 
@@ -79,7 +79,7 @@ def test_a_worker_that_ended_early_is_named() -> None:
     blame = blamed(now)
     assert blame is not None
     assert blame[0] == 3
-    assert "end of its script after step 4" in blame[1]
+    assert "ended after step 4 without an error" in blame[1]
 
 
 def test_nobody_is_blamed_while_all_are_well() -> None:

@@ -51,6 +51,11 @@ class Empty(Dataset[int]):
         raise IndexError
 
 
+class OwnLoader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter([5])
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "batch_sampler": (
         lambda: parts(batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False)),
@@ -85,6 +90,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: (DistributedDataParallel(parts()[0]), *parts()[1:]),
         r"already wrapped in DistributedDataParallel.*ddp=\{\.\.\.\}",
     ),
+    "loader of its own": (
+        lambda: (*parts()[:2], OwnLoader(DATA, 4)),
+        "yields batches in a way of its own",
+    ),
+    "nothing left": (
+        lambda: parts(TensorDataset(torch.zeros(3, 3)), batch_size=4, drop_last=True),
+        "drop_last=True drops them all",
+    ),
     "frozen model": (
         lambda: (parts()[0].requires_grad_(False), *parts()[1:]),
         "no parameter that requires a gradient",
@@ -110,7 +123,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"global_batch": 4, "hang_s": -1}, "hang_s=-1 is not a time"),
     ({"global_batch": 4, "policy": "auto"}, 'policy="auto" needs live balancing'),
     ({"global_batch": 4, "policy": 3}, "policy=3 is not a policy"),
-    ({"global_batch": 4, "seed": -3}, "seed=-3 is outside"),
+    ({"global_batch": 4, "seed": -3}, "seed=-3 is not a whole number"),
     ({"global_batch": 4, "ddp": {"broadcast_buffers": True}}, "which Poise sets itself"),
     ({"global_batch": 4, "ddp": {"buckets": 3}}, "does not know"),
 ]
@@ -226,6 +239,46 @@ def test_calls_at_the_wrong_moment_are_refused(workers: Workers) -> None:
     assert "prepared already" in messages["again"]
     assert "2 batches" in messages["ahead"]
     assert "ended when another one began" in messages["ended"]
+
+
+class WithLoss(nn.Linear):
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.forward(inputs).sum()
+
+
+def backwards_around_the_model() -> list[str]:
+    """Gradients that DistributedDataParallel would leave unsummed, in silence."""
+
+    def by_method(model: Any, x: torch.Tensor) -> None:
+        model.loss(x).backward()
+
+    def by_the_bare_module(model: Any, x: torch.Tensor) -> None:
+        model.module(x).sum().backward()
+
+    def twice(model: Any, x: torch.Tensor) -> None:
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    messages = []
+    for mistake in (by_method, by_the_bare_module, twice):
+        model = WithLoss(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Balancer(4) as balancer:
+            shared, optimizer, loader = balancer.prepare(model, optimizer, DataLoader(DATA, 4))
+            x, _ = next(iter(loader))
+            mistake(shared, x)
+            with pytest.raises(OutOfOrder) as caught:
+                optimizer.step()
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_a_gradient_that_is_not_summed_is_refused(workers: Workers) -> None:
+    method, module, twice = workers.run(backwards_around_the_model, workers=1)[0]
+    assert "1 backwards reached the model" in method
+    assert "0 of them were summed" in module
+    assert "2 backwards reached the model" in twice
 
 
 def test_the_errors_share_one_root() -> None:

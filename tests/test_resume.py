@@ -126,7 +126,15 @@ def refusals() -> dict[str, str]:
             optimizer.step()
             assert balancer.state_dict()["position"] == 9
             break
-        wrong_values: dict[str, int | str] = {"samples": 100, "seed": 6, "order": "x", "version": 2}
+        wrong_values: dict[str, int | str] = {
+            "samples": 100,
+            "seed": 6,
+            "order": "x",
+            "version": 2,
+            "position": 102,
+            "epoch": "x",
+            "step": -1,
+        }
         for key, value in wrong_values.items():
             with pytest.raises(StateMismatch) as wrong:
                 balancer.load_state_dict({**balancer.state_dict(), key: value})
@@ -142,6 +150,9 @@ def test_states_are_refused_with_the_reason(workers: Workers) -> None:
     assert "seed=6" in messages["seed"]
     assert "order='x'" in messages["order"]
     assert "version=2" in messages["version"]
+    assert "position=102 in a data set of 101" in messages["position"]
+    assert "epoch='x', which is not a whole number" in messages["epoch"]
+    assert "step=-1, which is not a whole number" in messages["step"]
 
 
 def load_on_worker_0_alone() -> str:

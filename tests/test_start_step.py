@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from poise.core.observation import Observation
 from poise.core.order import Order
@@ -168,3 +168,28 @@ def test_plans_stay_together_when_training_goes_back(workers: Workers) -> None:
     again = [[samples for _, _, samples in log[61:]] for log in logs]
     joined = [sample for step in zip(*again, strict=True) for part in step for sample in part]
     assert joined == Order(length=803, seed=4).at(21 * 8, 803).tolist()
+
+
+def evaluate_under_changing_plans(policy: Any) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Evaluate after every step; (plan, samples) of each evaluation."""
+    model, optimizer, _ = build(RECIPE)
+    held_out = TensorDataset(torch.arange(23))
+    found = []
+    with Balancer(8, policy=policy, seed=RECIPE.seed) as balancer:
+        loader = DataLoader(dataset(RECIPE), 8, shuffle=True)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        evaluation = balancer.evaluation(DataLoader(held_out, 10))
+        for inputs, targets, _ in shares:
+            torch.nn.functional.cross_entropy(shared(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen = [int(sample) for (batch,) in evaluation for sample in batch]
+            found.append((balancer.plan.split, seen))
+    return found
+
+
+def test_evaluation_is_exact_while_plans_change(workers: Workers) -> None:
+    results = workers.run(evaluate_under_changing_plans, Restless(), workers=3)
+    for rows in zip(*results, strict=True):
+        assert len({split for split, _ in rows}) == 1
+        assert sorted(sample for _, seen in rows for sample in seen) == list(range(23))

@@ -86,8 +86,8 @@ def find_culprit(
         if peer.state == "done" and peer.reached < mine.reached:
             return Blame(
                 peer.worker,
-                f"{peer.address} reached the end of its script after step {peer.step}, "
-                f"while worker {mine.worker} is at step {mine.step}",
+                f"{peer.address} ended after step {peer.step} without an error of its own, "
+                f"while others go on to step {mine.step}",
             )
     for peer in now.values():
         silent = waited_s >= SILENCE_S and peer.beat == before[peer.worker].beat
@@ -98,9 +98,10 @@ def find_culprit(
     if timed_out and behind and waited_s >= SILENCE_S:
         peer = min(behind, key=lambda peer: peer.reached)
         alive = peer.beat != before[peer.worker].beat
+        life = "its process is alive" if alive else "it gives no sign of life"
+        step = max(peer.step, mine.step)
         return Blame(
             peer.worker,
-            f"{peer.address} hangs at step {peer.step}: the others wait for it in vain, and "
-            f"{'its process is alive' if alive else 'it gives no sign of life'}",
+            f"{peer.address} hangs at step {step}: the others wait for it in vain, and {life}",
         )
     return None

@@ -69,9 +69,9 @@ class Order:
 
 def check_seed(seed: int) -> None:
     """Raise unless the seed is one that an order can take."""
-    if not 0 <= seed < _WORD:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _WORD:
         raise InvalidSetting(
-            f"seed={seed} is outside 0 .. 2**64 - 1; choose a seed within that range"
+            f"seed={seed!r} is not a whole number from 0 to 2**64 - 1; choose one of those"
         )
 
 

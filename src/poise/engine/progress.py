@@ -55,6 +55,12 @@ class Progress:
 
     def applied(self) -> "Progress":
         """The optimizer used the gradient."""
+        if self.batch is not None and self.unreduced:
+            raise OutOfOrder(
+                f"optimizer.step() ran without a gradient summed over the workers for step "
+                f"{self.batch.step}; compute the loss from a call of the prepared model, "
+                "model(x), and call loss.backward() once for it"
+            )
         return replace(self, unapplied=False)
 
     def end_pass(self, end: int) -> "Progress":

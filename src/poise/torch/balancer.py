@@ -21,6 +21,7 @@ from poise.engine.progress import Progress
 from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning, StateMismatch
 from poise.policy import Policy, policy_named
 from poise.torch.checks import (
+    check_epoch,
     check_loader,
     check_model,
     check_optimizer,
@@ -92,7 +93,8 @@ class Balancer:
         except PoiseError as error:
             self.__exit__(type(error), error, None)
             raise
-        self._run = Run(self._cluster, self._liveness, timetable)
+        self._first_plans = timetable
+        self._run = Run(self._cluster, self._liveness, timetable, timetable.at(0))
 
     @property
     def worker(self) -> int:
@@ -106,8 +108,8 @@ class Balancer:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the step under way, and between steps of the next one."""
-        return self._run.timetable.at(self._run.progress.step)
+        """The plan of the batch handed out last; before the first, the plan to start with."""
+        return self._run.plan
 
     def prepare(
         self, model: nn.Module, optimizer: OptimizerT, loader: DataLoader[Any]
@@ -121,6 +123,7 @@ class Balancer:
         check_model(model)
         check_optimizer(optimizer, model)
         order = Order(length=check_loader(loader), seed=self._seed, shuffled=is_shuffled(loader))
+        check_epoch(order.length, self._global_batch, drop_last=loader.drop_last)
         self._agree(model, order, loader)
         self._say_once(model, loader)
         self._order = order
@@ -166,7 +169,15 @@ class Balancer:
 
         All workers call it together. A value whose count is 0 contributes nothing, NaN included.
         """
-        return self._control.mean(float(value), float(count))
+        if self._closed:
+            raise OutOfOrder("mean was called after close; call it before")
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidSetting(
+                f"mean got {value!r}; it takes a number or a tensor of one element"
+            ) from None
+        return self._control.mean(number, float(count))
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the place in the training; the same on all workers.
@@ -206,9 +217,14 @@ class Balancer:
                     f"the state has {key}={state.get(key)!r} and this training {key}={value!r}; "
                     "resume with the data set, shuffling and seed it was saved with"
                 )
-        self._run.progress = Progress(
-            epoch=int(state["epoch"]), position=int(state["position"]), step=int(state["step"])
-        )
+        epoch, position, step = (_whole(state, key) for key in ("epoch", "position", "step"))
+        if position > order.length:
+            raise StateMismatch(
+                f"the state has position={position} in a data set of {order.length} samples; "
+                "it is damaged, load another one"
+            )
+        self._run.progress = Progress(epoch=epoch, position=position, step=step)
+        self._run.plan = self._first_plans.at(step)
 
     def close(self) -> None:
         """Wait for the other workers to be done, and free what this Balancer holds.
@@ -263,6 +279,12 @@ class Balancer:
         return True
 
     def _after_optimizer_step(self, *_: Any) -> None:
+        if self._run.backwards > self._run.reductions:
+            raise OutOfOrder(
+                f"{self._run.backwards} backwards reached the model since the last batch, but "
+                f"{self._run.reductions} of them were summed over the workers; run one backward "
+                "for each call of the prepared model, model(x)"
+            )
         self._run.progress = self._run.progress.applied()
 
     def _prepared(self, call: str) -> Order:
@@ -300,7 +322,8 @@ class Balancer:
             warnings.warn(
                 "the model has BatchNorm, which normalizes each worker's local batch by itself, "
                 "so the training is not the same as on one machine; running statistics are "
-                "merged by share in every step",
+                "merged by share in every step. A local batch of one sample can be too small for "
+                "it: drop_last=True leaves small last batches out",
                 PoiseWarning,
                 stacklevel=3,
             )
@@ -310,8 +333,18 @@ def _order_of_epoch(order: Order, epoch: int) -> Order:
     return Order(length=order.length, seed=order.seed, epoch=epoch, shuffled=order.shuffled)
 
 
+def _whole(state: Mapping[str, int | str], key: str) -> int:
+    value = state.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StateMismatch(
+            f"the state has {key}={value!r}, which is not a whole number from 0; "
+            "it is damaged, load another one"
+        )
+    return value
+
+
 def _checked(policy: object) -> Policy:
-    if not isinstance(policy, Policy):
+    if isinstance(policy, type) or not isinstance(policy, Policy):
         raise InvalidSetting(
             f"policy={policy!r} is not a policy; "
             'use a name such as "even", Fixed([...]), or an object with init and update'
@@ -326,5 +359,6 @@ def _check_settings(global_batch: object, idle: object, hang_s: object) -> None:
         )
     if idle not in ("empty", "repeat"):
         raise InvalidSetting(f'idle={idle!r} is unknown; use "empty" or "repeat"')
-    if hang_s is not None and not (isinstance(hang_s, int | float) and hang_s > 0):
+    number = isinstance(hang_s, int | float) and not isinstance(hang_s, bool)
+    if hang_s is not None and not (number and 0 < hang_s < float("inf")):  # type: ignore[operator]
         raise InvalidSetting(f"hang_s={hang_s!r} is not a time; give seconds above 0, or None")

@@ -14,6 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from poise.core.batch import steps_per_epoch
 from poise.errors import InvalidSetting
 from poise.torch.module import SharedModule
 
@@ -60,6 +61,11 @@ def check_loader(loader: object) -> int:
         raise InvalidSetting(
             f"the loader is a {type(loader).__name__}; pass a torch.utils.data.DataLoader"
         )
+    if type(loader).__iter__ is not DataLoader.__iter__ or not getattr(loader, "in_order", True):
+        raise InvalidSetting(
+            f"the loader ({type(loader).__name__}) yields batches in a way of its own, which "
+            "Poise would not follow; pass a plain DataLoader with in_order=True"
+        )
     _check_sampling(loader)
     dataset = loader.dataset
     if not isinstance(dataset, Sized):
@@ -70,6 +76,15 @@ def check_loader(loader: object) -> int:
     if len(dataset) == 0:
         raise InvalidSetting("the data set is empty; training needs at least one sample")
     return len(dataset)
+
+
+def check_epoch(length: int, global_batch: int, *, drop_last: bool) -> None:
+    """Raise if an epoch would have no step at all."""
+    if steps_per_epoch(length, global_batch, drop_last=drop_last) == 0:
+        raise InvalidSetting(
+            f"the data set has {length} samples, fewer than global_batch={global_batch}, and "
+            "drop_last=True drops them all; use drop_last=False or a smaller global_batch"
+        )
 
 
 def _check_sampling(loader: DataLoader[Any]) -> None:

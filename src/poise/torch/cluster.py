@@ -3,13 +3,13 @@
 import gc
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from poise.environment import Launch, launched_as
+from poise.errors import WorkerLost
 
 
 @dataclass
@@ -76,24 +76,36 @@ class Cluster:
 def _init_world(timeout: timedelta | None) -> None:
     backend = None if torch.accelerator.is_available() else "gloo"
     launch = launched_as()
-    store = HashStore() if launch is None else _launch_store(launch)
     worker, workers = (launch.worker, launch.workers) if launch else (0, 1)
-    dist.init_process_group(
-        backend,
-        store=_own_part(store, "world", worker),
-        rank=worker,
-        world_size=workers,
-        timeout=timeout,
-    )
+    try:
+        store = HashStore() if launch is None else _launch_store(launch, timeout)
+        dist.init_process_group(
+            backend,
+            store=_own_part(store, "world", worker),
+            rank=worker,
+            world_size=workers,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        raise WorkerLost(
+            f"worker {worker} could not meet all {workers} workers: "
+            f"{str(error).splitlines()[0]}; look for one that failed before its Balancer"
+        ) from error
 
 
-@lru_cache
-def _launch_store(launch: Launch) -> Store:
-    """Meet the other workers where the launcher said; once, since a second server could clash."""
-    met: tuple[Store, int, int] = next(
-        iter(dist.rendezvous("env://", launch.worker, launch.workers))
-    )
-    return met[0]
+_MET: dict[Launch, Store] = {}
+"""Where this process met the others: once, since a second server on a port clashes."""
+
+
+def _launch_store(launch: Launch, timeout: timedelta | None) -> Store:
+    """Meet the other workers where the launcher said."""
+    limit = {} if timeout is None else {"timeout": timeout}
+    if launch not in _MET:
+        met = next(iter(dist.rendezvous("env://", launch.worker, launch.workers, **limit)))
+        _MET[launch] = met[0]
+    if timeout is not None:
+        _MET[launch].set_timeout(timeout)
+    return _MET[launch]
 
 
 def _own_part(store: Store, name: str, worker: int) -> Store:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
 from poise.core.liveness import Blame, Sign, find_culprit
 from poise.errors import PoiseError, WorkerLost
@@ -66,9 +66,9 @@ class Liveness:
         """Run something that waits for others; a failure names the worker that is lost."""
         try:
             yield
-        except PoiseError:
-            raise
         except RuntimeError as error:
+            if not _is_broken_connection(error):
+                raise
             raise self.lost(doing, error) from error
 
     def lost(self, doing: str, error: Exception) -> WorkerLost:
@@ -196,6 +196,14 @@ class Liveness:
         except OSError:
             return False
         return status.rpartition(")")[2].split()[0] in "ZX"
+
+
+def _is_broken_connection(error: RuntimeError) -> bool:
+    """Tell a failure between workers from one of this worker's own."""
+    if isinstance(error, PoiseError):
+        return False
+    text = str(error)
+    return isinstance(error, DistError) or "gloo" in text or "NCCL" in text
 
 
 def _process_namespace() -> int:

@@ -132,6 +132,8 @@ class TrainingSource:
     def hand_out(self, batch: Batch) -> None:
         """Note the batch, and tell the other workers where that is needed."""
         self._run.progress = self._run.progress.hand_out(batch)
+        self._run.plan = self._run.timetable.at(batch.step)
+        self._run.backwards = self._run.reductions = 0
         self._run.liveness.step = batch.step
         self._exchange.post(batch)
 
@@ -178,12 +180,15 @@ def lead(loader: DataLoader[Any]) -> int:
 def emptied(batch: Any) -> Any:
     """Return a batch of the same form with no sample in it, made from a batch of one sample.
 
-    Tensors and arrays lose their first dimension's entries; tuples, dicts and dataclasses are
-    emptied part by part, and so is a list that is the batch itself. A list of one element inside
-    it holds one sample and becomes empty.
+    Tensors and arrays lose the entries of their first dimension; dicts, dataclasses and named
+    tuples are emptied part by part, and so is a list or tuple that is the batch itself. A list or
+    tuple of one element inside it holds the sample and becomes empty, and so does a batch that
+    is a list of one sample.
     """
-    if isinstance(batch, list):
-        return [_emptied_part(part) for part in batch]
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
+        if len(batch) == 1 and not isinstance(batch[0], Tensor | np.ndarray):
+            return _sequence_like(batch, [])
+        return _sequence_like(batch, [_emptied_part(part) for part in batch])
     return _emptied_part(batch)
 
 
@@ -192,11 +197,10 @@ def _emptied_part(part: Any) -> Any:
         return part[:0] if part.ndim else part
     if isinstance(part, Mapping):
         return {key: _emptied_part(value) for key, value in part.items()}
-    if isinstance(part, tuple):
-        values = [_emptied_part(value) for value in part]
-        return type(part)(*values) if hasattr(part, "_fields") else tuple(values)
-    if isinstance(part, list):
-        return [] if len(part) == 1 else [_emptied_part(value) for value in part]
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*(_emptied_part(value) for value in part))
+    if isinstance(part, list | tuple):
+        return _sequence_like(part, [] if len(part) == 1 else [_emptied_part(p) for p in part])
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         fields = {f.name: _emptied_part(getattr(part, f.name)) for f in dataclasses.fields(part)}
         return dataclasses.replace(part, **fields)
@@ -206,6 +210,10 @@ def _emptied_part(part: Any) -> Any:
         f"this worker has no sample in a step, and a {type(part).__name__} cannot be emptied; "
         'use Balancer(..., idle="repeat")'
     )
+
+
+def _sequence_like(original: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
+    return parts if isinstance(original, list) else tuple(parts)
 
 
 class _Slices:

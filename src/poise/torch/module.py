@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from poise.errors import InvalidSetting
 from poise.torch.reduction import Reduction
 from poise.torch.run import Run
 
 _OURS = {"module", "process_group", "broadcast_buffers", "forward_sync_buffers"}
-_OWN_NAMES = {"module", "_ddp", "training"}
+_OWN_NAMES = {"module", "_ddp", "_liveness", "_counting", "training"}
 
 
 class SharedModule(nn.Module):
@@ -31,14 +32,20 @@ class SharedModule(nn.Module):
         settings = {"gradient_as_bucket_view": True, **_no_buffer_broadcast(), **options}
         ddp = DistributedDataParallel(model, process_group=run.cluster.gradients, **settings)
         ddp.register_comm_hook(None, Reduction(run, model).hook)
-        self.__dict__["_ddp"] = ddp
+        counting = _count_backwards(model, run)
+        self.__dict__.update(_ddp=ddp, _liveness=run.liveness, _counting=counting)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, preparing the reduction that its backward will do."""
-        return self._ddp(*args, **kwargs)
+        """Run the model, preparing the reduction that its backward will do.
+
+        In the second step DistributedDataParallel agrees on new buckets here.
+        """
+        with self._liveness.watch(f"the forward of step {self._liveness.step}"):
+            return self._ddp(*args, **kwargs)
 
     def release(self) -> None:
         """Let go of the other workers: from now on this is the model alone."""
+        self._counting.remove()
         self.__dict__["_ddp"] = self.module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +79,17 @@ class SharedModule(nn.Module):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
+
+
+def _count_backwards(model: nn.Module, run: Run) -> RemovableHandle:
+    """Count the backwards that reach the model, of which DDP passes some over in silence."""
+
+    def count(_: Tensor) -> None:
+        run.backwards += 1
+
+    last = [parameter for parameter in model.parameters() if parameter.requires_grad][-1]
+    handle: RemovableHandle = last.register_post_accumulate_grad_hook(count)
+    return handle
 
 
 def check_options(options: Mapping[str, Any]) -> None:

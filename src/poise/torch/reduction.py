@@ -51,13 +51,14 @@ class Reduction:
             return gradient
 
         future = self._when_all_are_summed(finish)
-        collect_all(self._backward.sums).add_done_callback(self._look)
+        collect_all(self._backward.sums).add_done_callback(partial(self._look, self._backward))
         return future
 
     def _begin(self, device: torch.device) -> "_Backward":
         """Find the batch that this backward belongs to."""
         batch = self._run.progress.batch_to_reduce()
         self._run.liveness.reductions += 1
+        self._run.reductions += 1
         backward = _Backward(batch.step, batch.weight(self._run.cluster.worker))
         if not self._run.compared:
             self._compare_places(batch, device)
@@ -84,9 +85,8 @@ class Reduction:
             return self._backward.sums[-1].then(lambda _: finish())
         return self._backward.outcome.then(partial(_result, finish))
 
-    def _look(self, all_sums: Future[list[Future[list[Tensor]]]]) -> None:
+    def _look(self, backward: "_Backward", all_sums: Future[list[Future[list[Tensor]]]]) -> None:
         """Pass an error on; a failed sum reaches a callback of this kind, but never `then`."""
-        backward = self._backward
         try:
             for each in all_sums.value():
                 each.value()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from poise.core.plan import Timetable
+from poise.core.plan import Plan, Timetable
 from poise.engine.progress import Progress
 from poise.torch.cluster import Cluster
 from poise.torch.liveness import Liveness
@@ -15,6 +15,12 @@ class Run:
     cluster: Cluster
     liveness: Liveness
     timetable: Timetable
+    plan: Plan
+    """The plan of the batch handed out last: what all workers know to be in effect."""
     progress: Progress = field(default_factory=Progress)
+    backwards: int = 0
+    """Backwards that reached the model's parameters since the last batch was handed out."""
+    reductions: int = 0
+    """Backwards whose gradient is reduced, since then."""
     compared: bool = False
     """Whether the workers have compared their places since this pass over the loader began."""
