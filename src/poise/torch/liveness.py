@@ -67,8 +67,12 @@ class Liveness:
         try:
             yield
         except RuntimeError as error:
-            if not _is_broken_connection(error):
-                raise
+            self.raise_if_lost(doing, error)
+            raise
+
+    def raise_if_lost(self, doing: str, error: RuntimeError) -> None:
+        """Raise WorkerLost, with a name, if an error is a broken connection or a time-out."""
+        if _is_broken_connection(error):
             raise self.lost(doing, error) from error
 
     def lost(self, doing: str, error: Exception) -> WorkerLost:

@@ -40,8 +40,11 @@ class SharedModule(nn.Module):
 
         In the second step DistributedDataParallel agrees on new buckets here.
         """
-        with self._liveness.watch(f"the forward of step {self._liveness.step}"):
+        try:
             return self._ddp(*args, **kwargs)
+        except RuntimeError as error:
+            self._liveness.raise_if_lost(f"the forward of step {self._liveness.step}", error)
+            raise
 
     def release(self) -> None:
         """Let go of the other workers: from now on this is the model alone."""
