@@ -1,6 +1,6 @@
 """Real worker processes for tests: started once, used by many cases.
 
-Importing torch costs seconds, so four processes stay alive for the whole session. Each case is a
+Importing torch costs seconds, so four processes stay alive for the whole run. Each case is a
 module-level function that runs on the first n of them, placed in one group by the variables that
 torchrun sets. After each case every worker looks for what the case left behind.
 """
