@@ -81,7 +81,6 @@ class Workers:
         case: Callable[..., Any],
         *args: Any,
         workers: int = 4,
-        limit_s: float = CASE_LIMIT_S,
         hanging: int | None = None,
     ) -> list[Outcome]:
         """Run a case that may fail; leaks fail the test in any case.
@@ -93,7 +92,7 @@ class Workers:
         pipes = [pipe for pipe in self._pipes[:workers] if pipe is not None]
         for worker, pipe in enumerate(pipes):
             pipe.send((case, args, worker, workers, port))
-        outcomes = self._collect(pipes, limit_s, hanging)
+        outcomes = self._collect(pipes, hanging)
         for worker, outcome in enumerate(outcomes):
             assert not outcome.leaks, f"worker {worker} leaks {outcome.leaks}"
         return outcomes
@@ -121,13 +120,11 @@ class Workers:
             assert pipe.poll(_START_LIMIT_S), "a worker did not start"
             pipe.recv()
 
-    def _collect(
-        self, pipes: list[Connection], limit_s: float, hanging: int | None
-    ) -> list[Outcome]:
+    def _collect(self, pipes: list[Connection], hanging: int | None) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         if hanging is not None:
             outcomes[hanging] = Outcome(error="hangs")
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + CASE_LIMIT_S
         while len(outcomes) < len(pipes):
             open_pipes = [p for i, p in enumerate(pipes) if i not in outcomes]
             ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))

@@ -19,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from poise.environment import launched_as
 from poise.errors import Disagreement, InfeasibleSplit, OutOfOrder, PoiseError
 from poise.policy import Fixed
 from poise.torch import Balancer
@@ -154,20 +155,16 @@ def test_splits_that_do_not_fit_the_workers_are_refused(workers: Workers) -> Non
         assert "raise global_batch to at least 3" in messages[3]
 
 
+ODDITIES = ("length", "batch", "seed", "shape", "dtype", "name", "policy", "shuffle")
+
+
 def disagreements() -> dict[str, str]:
     """Worker 1 differs from the others in one thing at a time."""
-    mine = 1 if torch.distributed.is_initialized() else 0
+    launch = launched_as()
+    assert launch is not None
     messages = {}
-    for name in ("length", "batch", "seed", "shape", "dtype", "name", "policy", "shuffle"):
-        from poise.environment import launched_as
-
-        launch = launched_as()
-        assert launch is not None
-        mine = launch.worker == 1
-        odd = {
-            key: mine and key == name
-            for key in ("length", "batch", "seed", "shape", "dtype", "name", "policy", "shuffle")
-        }
+    for name in ODDITIES:
+        odd = {oddity: launch.worker == 1 and oddity == name for oddity in ODDITIES}
         data = TensorDataset(*(tensor[: 19 if odd["length"] else 20] for tensor in DATA.tensors))
         model: nn.Module = nn.Linear(3, 2 if odd["shape"] else 1)
         if odd["dtype"]:

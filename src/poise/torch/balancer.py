@@ -69,7 +69,7 @@ class Balancer:
                 one sample twice, at weight 0, for models that cannot take an empty batch.
             ddp: options for DistributedDataParallel.
             hang_s: seconds after which a worker that others wait for counts as hanging;
-                None leaves the limit of the process group (30 minutes unless set).
+                None: 30 minutes, and for gradients in a group of your own its own limit.
         """
         _check_settings(global_batch, idle, hang_s)
         check_seed(seed)
