@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from poise.errors import InvalidSetting
 from poise.policy import Fixed
 from poise.torch import Balancer
-from poise.torch.loader import emptied, lead
+from poise.torch.loader import lead
+from poise.torch.slicing import emptied
 from tests.cluster import Workers
 from tests.leaks import group_threads
 from tests.test_exactness import EXACT
@@ -256,7 +257,7 @@ def test_a_batch_is_emptied_in_its_own_form() -> None:
     assert emptied(((one,), ({"boxes": one},))) == ((), ())
     assert emptied([(one, "name")]) == []
     assert emptied([one])[0].shape == (0, 3)
-    with pytest.raises(InvalidSetting, match=r'a set cannot be emptied.*idle="repeat"'):
+    with pytest.raises(InvalidSetting, match=r'a set in the batch cannot be cut.*idle="repeat"'):
         emptied((one, {1}))
 
 

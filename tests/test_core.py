@@ -10,6 +10,7 @@ from poise.core.batch import Batch, batches, steps_per_epoch
 from poise.core.observation import Observation
 from poise.core.plan import Plan, Timetable
 from poise.core.split import apportion, check_split, even_split
+from poise.core.weight import weights
 from poise.engine.bsp import Engine
 from poise.engine.progress import Progress
 from poise.errors import InfeasibleSplit, InvalidSetting, OutOfOrder
@@ -86,7 +87,7 @@ def test_batches_cover_the_rest_of_an_epoch_without_gap_or_overlap(
         assert slices[0][0] == batch.start
         assert slices[-1][1] == batch.stop
         assert all(left[1] == right[0] for left, right in pairwise(slices))
-        assert sum(batch.weight(worker) for worker in range(3)) == pytest.approx(1, abs=1e-15)
+        assert sum(weights(batch.split)) == pytest.approx(1, abs=1e-15)
         place = batch.stop
     if drop_last:
         assert length - place < max(plan.global_batch for plan in plans)
@@ -157,7 +158,7 @@ def test_two_batches_before_one_backward_are_refused() -> None:
 def test_an_epoch_ends_only_when_its_samples_are_consumed() -> None:
     seen = Progress().begin_pass().hand_out(BATCH)
     assert seen.end_pass(28).epoch == 0
-    assert seen.reduced().end_pass(28) == Progress(epoch=1, step=5, unapplied=True)
+    assert seen.reduced().end_pass(28) == Progress(epoch=1, step=5, samples=8, unapplied=True)
 
 
 @pytest.mark.parametrize(

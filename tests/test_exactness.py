@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from poise.core.batch import Batch
-from poise.torch import Balancer, Fixed
+from poise.torch import Balancer, Fixed, counts
 from tests.cluster import Workers
 from tests.training import (
     Log,
@@ -110,12 +109,12 @@ def test_float32_stays_within_the_noise_of_rounding(
 
 def mean_of_means(recipe: Recipe, policy: Fixed) -> Log:
     """The usual mistake: every worker's mean counts the same."""
-    right = Batch.weight
-    Batch.weight = lambda self, worker: 1 / len(self.split)  # type: ignore[method-assign]  # noqa: ARG005
+    right = counts.weights
+    counts.weights = lambda each: (1 / len(each),) * len(each)  # type: ignore[assignment]
     try:
         return train_balanced(recipe, policy)
     finally:
-        Batch.weight = right  # type: ignore[method-assign]
+        counts.weights = right
 
 
 def test_the_law_notices_a_mean_of_means(workers: Workers) -> None:

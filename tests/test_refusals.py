@@ -16,7 +16,6 @@ from torch.utils.data import (
     IterableDataset,
     SequentialSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from poise.environment import launched_as
@@ -66,20 +65,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: parts(sampler=DistributedSampler(DATA, 1, 0), batch_size=4),
         "DistributedSampler.*remove it",
     ),
-    "weighted sampler": (
-        lambda: parts(sampler=WeightedRandomSampler([1.0] * 20, 20), batch_size=4),
-        "sampler of its own.*Subset",
-    ),
     "batch_size=None": (lambda: parts(batch_size=None), "batch_size=None.*give it any batch_size"),
     "no length": (
         lambda: parts(NoLength(), batch_size=4, sampler=SequentialSampler(DATA)),
         "NoLength has no length.*__len__",
     ),
-    "stream": (lambda: parts(Stream(), batch_size=4), "IterableDataset.*map-style"),
+    "stream of batches": (lambda: parts(Stream(), batch_size=None), "batch_size=None.*any batch"),
     "empty": (lambda: parts(Empty(), batch_size=4), "data set is empty"),
     "not a loader": (
-        lambda: (*parts()[:2], [1, 2]),
-        "the loader is a list; pass a torch.utils.data",
+        lambda: (*parts()[:2], "data"),
+        "the loader is a str; pass a torch.utils.data",
+    ),
+    "two loaders": (
+        lambda: (*parts()[:2], [parts()[2], parts()[2]]),
+        "got 2 loaders.*StackDataset",
+    ),
+    "out of order": (
+        lambda: parts(batch_size=4, num_workers=1, in_order=False),
+        "way of its own.*in_order=True",
     ),
     "not a model": (lambda: (None, *parts()[1:]), "a NoneType as model"),
     "wrong order": (lambda: (parts()[0], parts()[2], parts()[1]), "a DataLoader as optimizer"),

@@ -127,10 +127,10 @@ def refusals() -> dict[str, str]:
             assert balancer.state_dict()["position"] == 9
             break
         wrong_values: dict[str, int | str] = {
-            "samples": 100,
+            "length": 100,
             "seed": 6,
             "order": "x",
-            "version": 2,
+            "version": 1,
             "position": 102,
             "epoch": "x",
             "step": -1,
@@ -146,10 +146,10 @@ def test_states_are_refused_with_the_reason(workers: Workers) -> None:
     messages = workers.run(refusals, workers=2)[1]
     assert "call prepare first" in messages["early"]
     assert "between backward and optimizer.step() of step 0" in messages["between"]
-    assert "samples=100 and this training samples=101" in messages["samples"]
+    assert "length=100 and this training length=101" in messages["length"]
     assert "seed=6" in messages["seed"]
     assert "order='x'" in messages["order"]
-    assert "version=2" in messages["version"]
+    assert "version=1" in messages["version"]
     assert "position=102 in a data set of 101" in messages["position"]
     assert "epoch='x', which is not a whole number" in messages["epoch"]
     assert "step=-1, which is not a whole number" in messages["step"]

@@ -14,8 +14,8 @@ class Batch:
     Workers hold contiguous slices in the order of their numbers.
 
     >>> batch = Batch(step=7, epoch=0, start=100, split=(5, 0, 3))
-    >>> batch.slice(2), batch.weight(2), batch.stop
-    ((105, 108), 0.375, 108)
+    >>> batch.slice(2), batch.count, batch.stop
+    ((105, 108), 8, 108)
     """
 
     step: int
@@ -39,10 +39,6 @@ class Batch:
         """Return the positions of a worker's samples as (start, stop)."""
         start = self.start + sum(self.split[:worker])
         return start, start + self.split[worker]
-
-    def weight(self, worker: int) -> float:
-        """Return a worker's factor in the gradient: its count over the global count."""
-        return self.split[worker] / self.count
 
 
 def batches(

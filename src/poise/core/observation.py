@@ -12,3 +12,5 @@ class Observation:
     step: int
     split: Split
     """The split that this step was trained with."""
+    compiling: tuple[int, ...] = ()
+    """Workers on which torch.compile was at work since their last report."""

@@ -1,4 +1,4 @@
-"""The order in which an epoch visits the data set: a keyed permutation.
+"""The order in which an epoch visits the data set: a keyed permutation, and its seeds.
 
 Any part of it is computed directly, in constant memory, so that resuming is a matter of knowing
 (seed, epoch, position), and every worker can cut its own slice without talking to the others.
@@ -65,6 +65,42 @@ class Order:
         first = Order(length=self.length, seed=self.seed, shuffled=self.shuffled)
         head = first.at(0, min(self.length, 1024)).astype("<i8").tobytes()
         return hashlib.sha256(f"{self.length}:".encode() + head).hexdigest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnOrder:
+    """The samples of one epoch as a sampler of the user's drew them, repeats and all."""
+
+    samples: NDArray[np.int64]
+
+    @property
+    def length(self) -> int:
+        """Number of samples drawn."""
+        return len(self.samples)
+
+    def at(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the samples at positions start .. stop - 1."""
+        return self.samples[start:stop]
+
+    def digest(self) -> str:
+        """Fingerprint of everything drawn."""
+        return hashlib.sha256(self.samples.astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def sample_seeds(seed: int, epoch: int, samples: NDArray[np.int64]) -> list[int]:
+    """Return a 64-bit seed for each sample in an epoch, the same whatever its neighbors.
+
+    >>> sample_seeds(0, 0, np.array([3, 4]))[1] == sample_seeds(0, 0, np.array([4]))[0]
+    True
+    """
+    key = _round_keys(seed, epoch)[0]
+    seeds: list[int] = _hash(_hash(samples.astype(np.uint64) + key) + key).tolist()
+    return seeds
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return a 64-bit seed for what is drawn once in an epoch."""
+    return int(_round_keys(seed, epoch)[1])
 
 
 def check_seed(seed: int) -> None:

@@ -31,7 +31,11 @@ class Engine:
         """Learn from one step; return a new split, or None to keep the one in effect.
 
         The driver makes it a plan, since it alone knows the first step that can still change.
+        A step in which a worker compiled says nothing of its speed: the policy does not see it,
+        and the split stays.
         """
+        if observation.compiling:
+            return None, self
         split, state = self.policy.update(self.state, observation)
         if split is not None:
             split = check_split(split, self.workers, self.global_batch)

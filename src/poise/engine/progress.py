@@ -15,6 +15,10 @@ class Progress:
     """Samples of this epoch consumed so far."""
     step: int = 0
     """Steps consumed so far, over the whole training."""
+    samples: int = 0
+    """Samples consumed so far, over the whole training."""
+    skipped: int = 0
+    """Steps whose gradient the optimizer never used."""
     batch: Batch | None = None
     """The batch that the loader handed out last."""
     unreduced: int = 0
@@ -51,7 +55,16 @@ class Progress:
         A second backward on the same batch consumes nothing more.
         """
         batch = self.batch_to_reduce()
-        return replace(self, position=batch.stop, step=batch.step + 1, unreduced=0, unapplied=True)
+        if batch.step < self.step:
+            return replace(self, unapplied=True)
+        return replace(
+            self,
+            position=batch.stop,
+            step=batch.step + 1,
+            samples=self.samples + batch.count,
+            unreduced=0,
+            unapplied=True,
+        )
 
     def applied(self) -> "Progress":
         """The optimizer used the gradient."""
@@ -62,6 +75,10 @@ class Progress:
                 "model(x), and call loss.backward() once for it"
             )
         return replace(self, unapplied=False)
+
+    def skip(self) -> "Progress":
+        """The gradient is thrown away: a GradScaler found it too large, or the user cleared it."""
+        return replace(self, skipped=self.skipped + 1, unapplied=False)
 
     def end_pass(self, end: int) -> "Progress":
         """The loader is exhausted; the epoch is over if its samples up to end are consumed."""

@@ -3,40 +3,45 @@
 import atexit
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from poise.core.order import Order, check_seed
+from poise.core.order import check_seed
 from poise.core.plan import Plan
 from poise.engine.bsp import Engine
-from poise.engine.progress import Progress
-from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning, StateMismatch
+from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning
 from poise.policy import Policy, policy_named
 from poise.torch.checks import (
     check_epoch,
     check_loader,
     check_model,
-    check_optimizer,
-    is_shuffled,
+    check_optimizers,
+    is_stream,
+    length_of,
     model_facts,
 )
 from poise.torch.cluster import Cluster
+from poise.torch.compiling import is_compiled
 from poise.torch.control import Control
+from poise.torch.counts import CountFunction, Counts
 from poise.torch.exchange import Exchange
 from poise.torch.liveness import Liveness
 from poise.torch.loader import EvaluationSource, Idle, ShareLoader, TrainingSource, lead
+from poise.torch.micro import MicroBatches, Part
 from poise.torch.module import SharedModule, check_options
+from poise.torch.orders import Orders, orders_of
+from poise.torch.reduction import InnerHook
 from poise.torch.run import Run
-
-_STATE_VERSION = 1
+from poise.torch.saved import Saved, load_place, saved_place
+from poise.torch.slicing import Slicer
+from poise.torch.stream import EvaluationPace, StreamLoader, TrainingPace
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -55,8 +60,12 @@ class Balancer:
         *,
         policy: str | Policy = "even",
         seed: int = 0,
+        count: CountFunction | None = None,
+        micro_batch: int | Sequence[int | None] | None = None,
+        slicer: Slicer | None = None,
         idle: Idle = "empty",
         ddp: Mapping[str, Any] | None = None,
+        comm_hook: Any = None,
         hang_s: float | None = None,
     ) -> None:
         """Join the process group that exists, or torchrun's, or train alone.
@@ -64,37 +73,51 @@ class Balancer:
         Args:
             global_batch: samples per step, over all workers.
             policy: "even", `Fixed([...])`, `Fixed({step: [...]})`, or a policy object.
-            seed: chooses the order of samples, together with the epoch.
+            seed: chooses the order of samples and their augmentation, together with the epoch.
+            count: a function of a batch that returns what its mean loss is divided by, such as
+                the number of tokens; None: the number of samples.
+            micro_batch: the most samples that `micro_batches` puts into one part: one number for
+                all workers or one for each; None: the whole local batch, unless memory is short.
+            slicer: a function of (batch, start, stop) that returns some samples of a batch, for
+                batches of an unusual form.
             idle: what a worker without a sample in a step gets: an "empty" batch, or "repeat":
                 one sample twice, at weight 0, for models that cannot take an empty batch.
             ddp: options for DistributedDataParallel.
+            comm_hook: a communication hook that averages, such as fp16_compress_hook, or a pair
+                of its state and the hook.
             hang_s: seconds after which a worker that others wait for counts as hanging;
                 None: 30 minutes, and for gradients in a group of your own its own limit.
         """
         _check_settings(global_batch, idle, hang_s)
+        _check_functions(count=count, slicer=slicer)
         check_seed(seed)
         check_options(ddp or {})
+        self._inner = InnerHook.of(comm_hook)
         self._policy = policy_named(policy) if isinstance(policy, str) else _checked(policy)
         self._global_batch = global_batch
         self._seed = seed
+        self._slicer = slicer
         self._idle = idle
         self._ddp_options = dict(ddp or {})
         self._cluster = Cluster.join(hang_s)
         self._liveness = Liveness(self._cluster.worker, self._cluster.workers, self._cluster.store)
         self._control = Control(self._cluster, self._liveness)
         self._closed = False
-        self._order: Order | None = None
-        self._model: SharedModule | None = None
-        self._optimizer_hook: RemovableHandle | None = None
+        self._models: list[SharedModule] = []
+        self._orders: Orders | None = None
+        self._loader: ShareLoader | StreamLoader | None = None
+        self._optimizer_hooks: list[RemovableHandle] = []
         atexit.register(self._at_exit)
         engine = Engine(self._policy, self._cluster.workers, global_batch)
         try:
+            self._most_samples = _most_samples(micro_batch, self.worker, self.workers)
             timetable, self._engine = engine.start()
         except PoiseError as error:
             self.__exit__(type(error), error, None)
             raise
         self._first_plans = timetable
-        self._run = Run(self._cluster, self._liveness, timetable, timetable.at(0))
+        counts = Counts(self._cluster, self._liveness, count)
+        self._run = Run(self._cluster, self._liveness, timetable, timetable.at(0), counts)
 
     @property
     def worker(self) -> int:
@@ -111,35 +134,76 @@ class Balancer:
         """The plan of the batch handed out last; before the first, the plan to start with."""
         return self._run.plan
 
+    @property
+    def samples(self) -> int:
+        """Samples consumed so far, over the whole training and all workers."""
+        return self._run.progress.samples
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose gradient no optimizer used, as when a GradScaler finds it too large."""
+        self._run.settle()
+        return self._run.progress.skipped
+
+    @overload
     def prepare(
         self, model: nn.Module, optimizer: OptimizerT, loader: DataLoader[Any]
-    ) -> tuple[SharedModule, OptimizerT, ShareLoader]:
+    ) -> tuple[SharedModule, OptimizerT, Any]: ...
+
+    @overload
+    def prepare(
+        self, model: nn.Module, optimizer: Sequence[OptimizerT], loader: DataLoader[Any]
+    ) -> tuple[SharedModule, list[OptimizerT], Any]: ...
+
+    @overload
+    def prepare(
+        self, model: Sequence[nn.Module], optimizer: OptimizerT, loader: DataLoader[Any]
+    ) -> tuple[list[SharedModule], OptimizerT, Any]: ...
+
+    @overload
+    def prepare(
+        self, model: Sequence[nn.Module], optimizer: Sequence[OptimizerT], loader: DataLoader[Any]
+    ) -> tuple[list[SharedModule], list[OptimizerT], Any]: ...
+
+    def prepare(self, model: Any, optimizer: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
         """Return the model, the same optimizer, and a loader of this worker's shares.
 
-        All workers call it together. Parameters and buffers start with worker 0's values.
+        Several models or optimizers come as lists and are returned as lists. All workers call
+        it together. Parameters and buffers start with worker 0's values.
         """
-        if self._order is not None:
-            raise OutOfOrder("prepare was called before; make one Balancer per training")
-        check_model(model)
-        check_optimizer(optimizer, model)
-        order = Order(length=check_loader(loader), seed=self._seed, shuffled=is_shuffled(loader))
-        check_epoch(order.length, self._global_batch, drop_last=loader.drop_last)
-        self._agree(model, order, loader)
-        self._say_once(model, loader)
-        self._order = order
-        leads = [int(row[0]) for row in self._control.table([lead(loader)], "prepare")]
-        exchange = Exchange(self._run, self._engine, max(leads))
-        source = TrainingSource(
-            self._run,
-            exchange,
-            partial(_order_of_epoch, order),
-            global_batch=self._global_batch,
-            drop_last=loader.drop_last,
-        )
+        if self._loader is not None:
+            raise OutOfOrder(
+                "prepare was called before; make one Balancer per training, and pass several "
+                "models or optimizers together: prepare([model, other], [opt, other_opt], loader)"
+            )
+        models = _as_list(model)
+        optimizers = _as_list(optimizer)
+        for each in models:
+            check_model(each)
+        check_optimizers(optimizers, models)
+        check_loader(loader)
+        orders = self._orders_of(loader)
+        self._agree(models, loader, orders)
+        self._say_once(models, loader)
+        self._run.compiles = any(is_compiled(each) for each in models)
+        self._loader = self._training_loader(loader, orders)
         with self._liveness.together("prepare"):
-            self._model = SharedModule(model, self._run, self._ddp_options)
-        self._optimizer_hook = optimizer.register_step_post_hook(self._after_optimizer_step)
-        return self._model, optimizer, ShareLoader(loader, source, self.worker, self._idle)
+            self._models = [
+                SharedModule(each, self._run, self._ddp_options, self._inner) for each in models
+            ]
+        self._micro = MicroBatches(
+            self._run,
+            [(each.module, each._link) for each in self._models],
+            most_samples=self._most_samples,
+            slicer=self._slicer,
+        )
+        for each in optimizers:
+            self._optimizer_hooks.append(each.register_step_post_hook(self._after_optimizer_step))
+        return (
+            self._models if isinstance(model, list | tuple) else self._models[0],
+            optimizers if isinstance(optimizer, list | tuple) else optimizer,
+            self._loader,
+        )
 
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the epochs from 0 to total - 1, after a resume over the rest of them."""
@@ -148,21 +212,39 @@ class Balancer:
             if self._run.progress.epoch == epoch:  # the loop left the loader before its end
                 self._run.progress = self._run.progress.next_epoch()
 
-    def evaluation(self, loader: DataLoader[Any]) -> ShareLoader:
+    def evaluation(self, loader: DataLoader[Any]) -> ShareLoader | StreamLoader:
         """Return a loader of this worker's shares of each batch of an evaluation loader.
 
-        Together the workers see every sample once, in the data set's order; all of them get the
+        Together the workers see every sample once, in the loader's order; all of them get the
         same number of batches, some of which may be empty.
         """
-        length = check_loader(loader)
+        check_loader(loader)
         assert loader.batch_size is not None
+        if is_stream(loader):
+            pace = EvaluationPace(lambda: self.plan, loader.batch_size)
+            return StreamLoader(loader, pace, self._control, self._slicer)
         source = EvaluationSource(
             lambda: self.plan,
-            length,
+            orders_of(loader, length_of(loader), self._seed, self._control),
             global_batch=loader.batch_size,
             drop_last=loader.drop_last,
         )
-        return ShareLoader(loader, source, self.worker, "empty")
+        return self._share_loader(loader, source, "empty")
+
+    def micro_batches(self, batch: Any) -> Iterator[Part]:
+        """Iterate over parts of the batch under way; `with part as (x, y):` gives its samples.
+
+        The gradient of the whole is reduced once, after the last part. If a part does not fit
+        into memory, the rest goes on in smaller ones, on this worker alone.
+        """
+        self._prepared("micro_batches")
+        if self._ddp_options.get("static_graph"):
+            raise InvalidSetting(
+                "ddp={'static_graph': True} does not go with micro_batches: it counts every "
+                "backward from the first one on and would miss later sums in silence; leave "
+                "static_graph out"
+            )
+        return self._micro.of(batch)
 
     def mean(self, value: float | Tensor, count: float) -> float:
         """Return the mean over all workers, where this worker's value counts count times.
@@ -179,52 +261,21 @@ class Balancer:
             ) from None
         return self._control.mean(number, float(count))
 
-    def state_dict(self) -> dict[str, int | str]:
-        """Return the place in the training; the same on all workers.
+    def state_dict(self) -> Saved:
+        """Return the place in the training; the same on all workers, except for a stream.
 
-        It holds for any number of workers: the samples that are not yet consumed follow.
+        It holds for any number of workers: the samples that are not yet consumed follow. The
+        place in a stream is each worker's own.
         """
-        order = self._prepared("state_dict")
-        progress = self._run.progress
-        if progress.unapplied:
-            raise OutOfOrder(
-                f"state_dict was called between backward and optimizer.step() of step "
-                f"{progress.step - 1}, when the samples are consumed but not learned from; "
-                "call it after optimizer.step()"
-            )
-        return {
-            "version": _STATE_VERSION,
-            "epoch": progress.epoch,
-            "position": progress.position,
-            "step": progress.step,
-            "seed": self._seed,
-            "samples": order.length,
-            "order": order.digest(),
-        }
+        loader = self._prepared("state_dict")
+        self._run.settle()
+        return saved_place(self._run, self._orders, loader, self._seed)
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved place. Load it on every worker, after prepare."""
-        order = self._prepared("load_state_dict")
-        expected: dict[str, int | str] = {
-            "version": _STATE_VERSION,
-            "samples": order.length,
-            "seed": self._seed,
-            "order": order.digest(),
-        }
-        for key, value in expected.items():
-            if state.get(key) != value:
-                raise StateMismatch(
-                    f"the state has {key}={state.get(key)!r} and this training {key}={value!r}; "
-                    "resume with the data set, shuffling and seed it was saved with"
-                )
-        epoch, position, step = (_whole(state, key) for key in ("epoch", "position", "step"))
-        if position > order.length:
-            raise StateMismatch(
-                f"the state has position={position} in a data set of {order.length} samples; "
-                "it is damaged, load another one"
-            )
-        self._run.progress = Progress(epoch=epoch, position=position, step=step)
-        self._run.plan = self._first_plans.at(step)
+        loader = self._prepared("load_state_dict")
+        load_place(state, self._run, self._orders, loader, self._seed)
+        self._run.plan = self._first_plans.at(self._run.progress.step)
 
     def close(self) -> None:
         """Wait for the other workers to be done, and free what this Balancer holds.
@@ -264,8 +315,8 @@ class Balancer:
         return first
 
     def _leave(self) -> None:
-        if self._model is not None:
-            self._model.release()
+        for model in self._models:
+            model.release()
         self._cluster.leave()
 
     def _release(self) -> bool:
@@ -274,41 +325,89 @@ class Balancer:
             return False
         self._closed = True
         atexit.unregister(self._at_exit)
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
+        for hook in self._optimizer_hooks:
+            hook.remove()
         return True
 
     def _after_optimizer_step(self, *_: Any) -> None:
-        if self._run.backwards > self._run.reductions:
-            raise OutOfOrder(
-                f"{self._run.backwards} backwards reached the model since the last batch, but "
-                f"{self._run.reductions} of them were summed over the workers; run one backward "
-                "for each call of the prepared model, model(x)"
-            )
+        for tally in self._run.tallies:
+            if tally.backwards > tally.reduced:
+                raise OutOfOrder(
+                    f"{tally.backwards} backwards reached the model since the last batch, but "
+                    f"{tally.reduced} of them were summed over the workers; run one backward "
+                    "for each call of the prepared model, model(x)"
+                )
         self._run.progress = self._run.progress.applied()
+        if self._most_samples is not None and not self._micro.used:
+            raise OutOfOrder(
+                f"micro_batch={self._most_samples} is set, but the batch did not go through "
+                "`for part in balancer.micro_batches(batch):`; use it, or leave micro_batch out"
+            )
 
-    def _prepared(self, call: str) -> Order:
-        if self._order is None:
+    def _prepared(self, call: str) -> ShareLoader | StreamLoader:
+        if self._loader is None:
             raise OutOfOrder(f"{call} needs the data set; call prepare first")
-        return self._order
+        return self._loader
 
-    def _agree(self, model: nn.Module, order: Order, loader: DataLoader[Any]) -> None:
+    def _orders_of(self, loader: DataLoader[Any]) -> Orders | None:
+        """Return the orders of the epochs; None for a stream."""
+        if is_stream(loader):
+            return None
+        orders = orders_of(loader, length_of(loader), self._seed, self._control)
+        if loader.drop_last:
+            check_epoch(len(orders), self._global_batch)
+        return orders
+
+    def _training_loader(
+        self, loader: DataLoader[Any], orders: Orders | None
+    ) -> ShareLoader | StreamLoader:
+        self._orders = orders
+        leads = [int(row[0]) for row in self._control.table([lead(loader)], "prepare")]
+        exchange = Exchange(self._run, self._engine, max(leads))
+        if orders is None:
+            pace = TrainingPace(self._run, exchange)
+            return StreamLoader(loader, pace, self._control, self._slicer)
+        source = TrainingSource(
+            self._run,
+            exchange,
+            orders,
+            global_batch=self._global_batch,
+            drop_last=loader.drop_last,
+        )
+        return self._share_loader(loader, source, self._idle)
+
+    def _share_loader(
+        self, loader: DataLoader[Any], source: TrainingSource | EvaluationSource, idle: Idle
+    ) -> ShareLoader:
+        return ShareLoader(
+            loader, source, worker=self.worker, seed=self._seed, idle=idle, slicer=self._slicer
+        )
+
+    def _agree(
+        self, models: Sequence[nn.Module], loader: DataLoader[Any], orders: Orders | None
+    ) -> None:
+        plans = [(plan.start_step, plan.split) for plan in self._run.timetable.plans]
         facts = {
             "global_batch": self._global_batch,
             "seed": self._seed,
             "idle": self._idle,
             "the policy": type(self._policy).__name__,
-            "the policy's first plans": [
-                (p.start_step, p.split) for p in self._run.timetable.plans
-            ],
-            "the length of the data set": order.length,
-            "the order of the data set": order.digest(),
+            "the policy's first plans": plans,
+            "the use of count": self._run.counts.by_function,
+            "the use of comm_hook": self._inner is not None,
+            "the kind of data set": "a stream" if orders is None else "a map",
+            **{
+                f"the {name} of the data set": value
+                for name, value in ({} if orders is None else orders.identity()).items()
+            },
             "drop_last": loader.drop_last,
-            **model_facts(model),
+            "the number of models": len(models),
         }
+        for number, model in enumerate(models):
+            facts.update(model_facts(model, f" of model {number}" if len(models) > 1 else ""))
         self._control.agree(facts, "prepare")
 
-    def _say_once(self, model: nn.Module, loader: DataLoader[Any]) -> None:
+    def _say_once(self, models: Sequence[nn.Module], loader: DataLoader[Any]) -> None:
         if self.worker != 0:
             return
         if loader.batch_size != self._global_batch:
@@ -318,7 +417,15 @@ class Balancer:
                 PoiseWarning,
                 stacklevel=3,
             )
-        if any(isinstance(layer, _BatchNorm) for layer in model.modules()) and self.workers > 1:
+        layers = [layer for model in models for layer in model.modules()]
+        if any(isinstance(layer, SyncBatchNorm) for layer in layers) and self.workers > 1:
+            warnings.warn(
+                "the model has SyncBatchNorm, whose statistics are those of the global batch, "
+                "but whose gradients are exact for equal shares only (docs/limits.md)",
+                PoiseWarning,
+                stacklevel=3,
+            )
+        elif any(isinstance(layer, _BatchNorm) for layer in layers) and self.workers > 1:
             warnings.warn(
                 "the model has BatchNorm, which normalizes each worker's local batch by itself, "
                 "so the training is not the same as on one machine; running statistics are "
@@ -329,18 +436,37 @@ class Balancer:
             )
 
 
-def _order_of_epoch(order: Order, epoch: int) -> Order:
-    return Order(length=order.length, seed=order.seed, epoch=epoch, shuffled=order.shuffled)
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _whole(state: Mapping[str, int | str], key: str) -> int:
-    value = state.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise StateMismatch(
-            f"the state has {key}={value!r}, which is not a whole number from 0; "
-            "it is damaged, load another one"
-        )
-    return value
+def _most_samples(
+    micro_batch: int | Sequence[int | None] | None, worker: int, workers: int
+) -> int | None:
+    """Return the largest part of a local batch on this worker, as `micro_batch` says."""
+    stated = (
+        [micro_batch] * workers if micro_batch is None or isinstance(micro_batch, int) else None
+    )
+    if stated is None:
+        stated = list(micro_batch) if isinstance(micro_batch, list | tuple) else []
+        if len(stated) != workers:
+            raise InvalidSetting(
+                f"micro_batch={micro_batch!r} does not fit {workers} workers; "
+                "give one number, or one for each worker"
+            )
+    for most in stated:
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise InvalidSetting(
+                f"micro_batch={micro_batch!r} has {most!r}, which is not a number of samples; "
+                "give whole numbers from 1, or None for no limit"
+            )
+    return stated[worker]
+
+
+def _check_functions(**functions: object) -> None:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
 
 
 def _checked(policy: object) -> Policy:

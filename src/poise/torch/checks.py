@@ -1,6 +1,6 @@
 """What a user may hand in, checked before training starts."""
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
 from torch import nn
@@ -10,11 +10,8 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
 )
 
-from poise.core.batch import steps_per_epoch
 from poise.errors import InvalidSetting
 from poise.torch.module import SharedModule
 
@@ -33,30 +30,39 @@ def check_model(model: object) -> None:
             "for unequal shares; pass the bare model, and options for DistributedDataParallel "
             "as Balancer(..., ddp={...})"
         )
+    _check_not_sharded(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidSetting("the model has no parameter that requires a gradient")
 
 
-def check_optimizer(optimizer: object, model: nn.Module) -> None:
-    """Raise unless the optimizer trains this model and nothing else."""
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidSetting(
-            f"prepare got a {type(optimizer).__name__} as optimizer; "
-            "it takes (model, optimizer, loader)"
-        )
-    own = {id(parameter) for parameter in model.parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = sum(id(parameter) not in own for parameter in held)
-    if foreign:
-        raise InvalidSetting(
-            f"the optimizer holds {foreign} tensors that are not parameters of the model, so "
-            "their gradients would not be reduced; make it from model.parameters(), after any "
-            "change of the model"
-        )
+def check_optimizers(optimizers: Sequence[object], models: Sequence[nn.Module]) -> None:
+    """Raise unless the optimizers train these models and nothing else."""
+    own = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidSetting(
+                f"prepare got a {type(optimizer).__name__} as optimizer; "
+                "it takes (model, optimizer, loader)"
+            )
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        foreign = sum(id(parameter) not in own for parameter in held)
+        if foreign:
+            raise InvalidSetting(
+                f"the optimizer holds {foreign} tensors that are not parameters of the model, so "
+                "their gradients would not be reduced; make it from model.parameters(), after "
+                "any change of the model, and prepare all models that it trains: "
+                "prepare([model, other], optimizer, loader)"
+            )
 
 
-def check_loader(loader: object) -> int:
-    """Return the length of the data set, or raise if the loader cannot be split exactly."""
+def check_loader(loader: object) -> None:
+    """Raise if the loader's batches cannot be split."""
+    if isinstance(loader, list | tuple | dict):
+        raise InvalidSetting(
+            f"prepare got {len(loader)} loaders, but a step is one batch of one loader; join the "
+            "data sets (torch.utils.data.StackDataset for pairs, ConcatDataset for one after the "
+            "other) and pass one DataLoader"
+        )
     if not isinstance(loader, DataLoader):
         raise InvalidSetting(
             f"the loader is a {type(loader).__name__}; pass a torch.utils.data.DataLoader"
@@ -66,7 +72,22 @@ def check_loader(loader: object) -> int:
             f"the loader ({type(loader).__name__}) yields batches in a way of its own, which "
             "Poise would not follow; pass a plain DataLoader with in_order=True"
         )
-    _check_sampling(loader)
+    if loader.batch_size is None and (loader.batch_sampler is None or is_stream(loader)):
+        raise InvalidSetting(
+            "the loader has batch_size=None, so Poise cannot choose how many samples a batch "
+            "has; give it any batch_size: Poise sets the real one from global_batch"
+        )
+    if not is_stream(loader):
+        _check_sampling(loader)
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Whether the loader reads a stream."""
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def length_of(loader: DataLoader[Any]) -> int:
+    """Return the length of a map-style data set, or raise."""
     dataset = loader.dataset
     if not isinstance(dataset, Sized):
         raise InvalidSetting(
@@ -78,9 +99,9 @@ def check_loader(loader: object) -> int:
     return len(dataset)
 
 
-def check_epoch(length: int, global_batch: int, *, drop_last: bool) -> None:
-    """Raise if an epoch would have no step at all."""
-    if steps_per_epoch(length, global_batch, drop_last=drop_last) == 0:
+def check_epoch(length: int, global_batch: int) -> None:
+    """Raise if drop_last would leave no step in an epoch."""
+    if length < global_batch:
         raise InvalidSetting(
             f"the data set has {length} samples, fewer than global_batch={global_batch}, and "
             "drop_last=True drops them all; use drop_last=False or a smaller global_batch"
@@ -88,51 +109,39 @@ def check_epoch(length: int, global_batch: int, *, drop_last: bool) -> None:
 
 
 def _check_sampling(loader: DataLoader[Any]) -> None:
-    if isinstance(loader.dataset, IterableDataset):
-        raise InvalidSetting(
-            "the loader streams an IterableDataset, which cannot be cut at a position; "
-            "use a map-style data set (with __getitem__ and __len__)"
-        )
-    if loader.batch_sampler is None:
-        raise InvalidSetting(
-            "the loader has batch_size=None, so it yields samples and not batches; "
-            "give it any batch_size: Poise sets the real one from global_batch"
-        )
     if loader.batch_size is None:
         raise InvalidSetting(
             f"the loader has a batch_sampler ({type(loader.batch_sampler).__name__}) that fixes "
-            "the batches; pass shuffle=True or False, and Poise cuts the global batches itself"
+            "the batches; pass shuffle=True or False or a sampler, and Poise cuts the global "
+            "batches itself"
         )
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(loader.sampler, DistributedSampler):
         raise InvalidSetting(
             "the loader has a DistributedSampler, which gives every worker the same number of "
             "samples; remove it (shuffle=True): Poise gives each worker its share"
         )
-    if type(sampler) is SequentialSampler:
-        return
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
-        return
-    raise InvalidSetting(
-        f"the loader has a sampler of its own ({type(sampler).__name__}), which this version "
-        "cannot split; use shuffle=True or False, and torch.utils.data.Subset to leave samples out"
-    )
 
 
-def is_shuffled(loader: DataLoader[Any]) -> bool:
-    """Whether the loader was made with shuffle=True."""
-    return isinstance(loader.sampler, RandomSampler)
+def _check_not_sharded(model: nn.Module) -> None:
+    sharded = {"FullyShardedDataParallel", "FSDPModule"}
+    for part in model.modules():
+        if sharded & {kind.__name__ for kind in type(part).__mro__}:
+            raise InvalidSetting(
+                "the model is wrapped by FSDP, which gathers and scatters parameters by itself "
+                "and averages gradients with equal weights; pass the bare model: Poise holds "
+                "all of it on every worker"
+            )
 
 
-def model_facts(model: nn.Module) -> dict[str, str]:
+def model_facts(model: nn.Module, which: str) -> dict[str, str]:
     """Describe what must be alike on all workers for gradients to be summed."""
     parameters = {
-        f"parameter {name}": f"{tensor.dtype} {tuple(tensor.shape)}"
+        f"parameter {name}{which}": f"{tensor.dtype} {tuple(tensor.shape)}"
         + ("" if tensor.requires_grad else " frozen")
         for name, tensor in model.named_parameters()
     }
     buffers = {
-        f"buffer {name}": f"{tensor.dtype} {tuple(tensor.shape)}"
+        f"buffer {name}{which}": f"{tensor.dtype} {tuple(tensor.shape)}"
         for name, tensor in model.named_buffers()
     }
     return {**parameters, **buffers}

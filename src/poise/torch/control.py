@@ -6,8 +6,10 @@ Only numbers and UTF-8 text travel; nothing is pickled.
 import json
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from poise.errors import Disagreement, InvalidSetting
 from poise.torch.cluster import Cluster
@@ -29,6 +31,19 @@ class Control:
             dist.all_reduce(table, group=self._cluster.control)
         rows: list[list[float]] = table.tolist()
         return rows
+
+    @property
+    def worker(self) -> int:
+        """This worker's number."""
+        return self._cluster.worker
+
+    def numbers(self, mine: NDArray[np.int64], doing: str) -> NDArray[np.int64]:
+        """Return worker 0's array of whole numbers."""
+        length = int(self.table([len(mine)], doing)[0][0])
+        numbers = mine if self.worker == 0 else np.empty(length, dtype=np.int64)
+        with self._liveness.together(doing):
+            dist.broadcast(torch.from_numpy(numbers), group_src=0, group=self._cluster.control)
+        return numbers
 
     def mean(self, value: float, count: float) -> float:
         """Return the mean of all workers' values, each counting count times."""

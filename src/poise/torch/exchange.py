@@ -71,14 +71,18 @@ class Exchange:
             self._absorb(self._posted.popleft())
 
     def _table(self, batch: Batch) -> torch.Tensor:
-        """Columns: the step; the start step of a new plan, or none; its split."""
+        """Columns: the step; whether it compiled; the start step of a new plan, or none; its split.
+
+        The last ones are worker 0's alone.
+        """
         workers, worker = self._run.cluster.workers, self._run.cluster.worker
-        table = torch.zeros(workers, 2 + workers, dtype=torch.float64)
+        table = torch.zeros(workers, 3 + workers, dtype=torch.float64)
         table[worker, 0] = batch.step
-        table[worker, 1] = _NO_CHANGE
+        table[worker, 1] = self._run.compiled()
+        table[worker, 2] = _NO_CHANGE
         if self._decided is not None:
-            table[worker, 1] = batch.step + self._delay
-            table[worker, 2:] = torch.tensor(self._decided, dtype=torch.float64)
+            table[worker, 2] = batch.step + self._delay
+            table[worker, 3:] = torch.tensor(self._decided, dtype=torch.float64)
             self._decided = None
         return table
 
@@ -92,11 +96,15 @@ class Exchange:
             raise Disagreement(
                 f"workers are at steps {steps}; every worker must take every batch of the loader"
             )
-        start_step, *local_batches = (int(number) for number in rows[0][1:])
+        start_step, *local_batches = (int(number) for number in rows[0][2:])
         if start_step != _NO_CHANGE:
             plan = Plan(tuple(local_batches), start_step)
             self._run.timetable = self._run.timetable.announce(plan)
         if self._run.cluster.worker == 0:
-            observation = Observation(step=step, split=posted.batch.split)
+            observation = Observation(
+                step=step,
+                split=posted.batch.split,
+                compiling=tuple(worker for worker, row in enumerate(rows) if row[1]),
+            )
             split, self._engine = self._engine.update(observation)
             self._decided = split or self._decided

@@ -1,20 +1,20 @@
 """Loaders that yield this worker's share of each global batch."""
 
-import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
-import numpy as np
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from poise.core.batch import Batch, batches, steps_per_epoch
-from poise.core.order import Order
+from poise.core.order import DrawnOrder, Order
 from poise.core.plan import Plan
-from poise.errors import InvalidSetting, OutOfOrder
+from poise.errors import OutOfOrder
 from poise.torch.exchange import Exchange
+from poise.torch.orders import Orders
 from poise.torch.run import Run
+from poise.torch.seeding import SeededDataset, Wanted
+from poise.torch.slicing import Slicer, emptied
 
 Idle = Literal["empty", "repeat"]
 """What a worker without a sample gets: an empty batch, or a sample twice at weight 0."""
@@ -26,14 +26,11 @@ class Source(Protocol):
     def __len__(self) -> int:
         """Batches of a whole pass."""
 
-    def order(self) -> Order:
-        """The order that this pass follows."""
+    def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
+        """Start a pass: its order, its epoch, and its batches, some of them cut ahead of time."""
 
-    def begin(self) -> Iterator[Batch]:
-        """Start a pass and cut its batches, some of them ahead of time."""
-
-    def hand_out(self, batch: Batch) -> None:
-        """A batch is about to be yielded."""
+    def hand_out(self, batch: Batch, contents: Any) -> None:
+        """A batch is about to be yielded, with these contents on this worker."""
 
     def end(self) -> None:
         """The pass is over."""
@@ -42,14 +39,30 @@ class Source(Protocol):
 class ShareLoader:
     """A DataLoader that yields, for each global batch, the slice of one worker."""
 
-    def __init__(self, loader: DataLoader[Any], source: Source, worker: int, idle: Idle) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        source: Source,
+        *,
+        worker: int,
+        seed: int,
+        idle: Idle,
+        slicer: Slicer | None,
+    ) -> None:
         self.dataset = loader.dataset
         self._source = source
         self._worker = worker
         self._idle = idle
+        self._slicer = slicer
         self._passes = 0
         self._cut: deque[Batch] = deque()
-        self._loader = _with_batch_sampler(loader, _Slices(self._indices))
+        self._loader = DataLoader(
+            SeededDataset(loader.dataset, seed),
+            batch_sampler=PerPass(self._wanted),
+            collate_fn=loader.collate_fn,
+            worker_init_fn=loader.worker_init_fn,
+            **settings_kept(loader),
+        )
 
     def __len__(self) -> int:
         return len(self._source)
@@ -63,24 +76,26 @@ class ShareLoader:
                 raise OutOfOrder("this pass over the loader ended when another one began")
             # Batches arrive in the order in which they were cut, however far ahead that was.
             batch = self._cut.popleft()
-            self._source.hand_out(batch)
-            yield emptied(collated) if self._is_emptied(batch) else collated
+            contents = without_samples(collated, self._slicer) if self._empties(batch) else collated
+            self._source.hand_out(batch, contents)
+            yield contents
         self._source.end()
 
-    def _indices(self) -> Iterator[list[int]]:
+    def _wanted(self) -> Iterator[Wanted]:
         """Cut the batches of a pass; runs ahead of the yields by the loader's lead."""
         cut = self._cut
-        order = self._source.order()
-        for batch in self._source.begin():
+        order, epoch, cutting = self._source.begin()
+        for batch in cutting:
             cut.append(batch)
             start, stop = batch.slice(self._worker)
             if start < stop:
-                yield order.at(start, stop).tolist()
+                samples = order.at(start, stop).tolist()
             else:
                 stand_in = order.at(batch.start, batch.start + 1).tolist()
-                yield stand_in if self._is_emptied(batch) else stand_in * 2
+                samples = stand_in if self._empties(batch) else stand_in * 2
+            yield Wanted(epoch, samples)
 
-    def _is_emptied(self, batch: Batch) -> bool:
+    def _empties(self, batch: Batch) -> bool:
         return self._idle == "empty" and batch.split[self._worker] == 0
 
 
@@ -88,39 +103,40 @@ class TrainingSource:
     """The rest of the epoch, from the first sample that is not consumed, under changing plans."""
 
     def __init__(
-        self,
-        run: Run,
-        exchange: Exchange,
-        order: Callable[[int], Order],
-        *,
-        global_batch: int,
-        drop_last: bool,
+        self, run: Run, exchange: Exchange, orders: Orders, *, global_batch: int, drop_last: bool
     ) -> None:
         self._run = run
         self._exchange = exchange
-        self._order = order
-        self._length = order(0).length
+        self._orders = orders
         self._global_batch = global_batch
         self._drop_last = drop_last
         self._end = 0
 
     def __len__(self) -> int:
-        return steps_per_epoch(self._length, self._global_batch, drop_last=self._drop_last)
+        return steps_per_epoch(len(self._orders), self._global_batch, drop_last=self._drop_last)
 
-    def order(self) -> Order:
-        """Return the order of the current epoch."""
-        return self._order(self._run.progress.epoch)
-
-    def begin(self) -> Iterator[Batch]:
+    def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
         """Start at the first sample that is not consumed."""
-        self._run.progress = self._run.progress.begin_pass()
-        self._run.compared = False
+        place = self._run.begin_pass()
         self._exchange.drain()
-        place = self._run.progress
+        order = self._orders.at(place.epoch)
         self._end = place.position
+        return order, place.epoch, self._batches(order.length)
+
+    def hand_out(self, batch: Batch, contents: Any) -> None:
+        """Note the batch, and tell the other workers where that is needed."""
+        self._run.hand_out(batch, contents)
+        self._exchange.post(batch)
+
+    def end(self) -> None:
+        """The epoch is over if all its samples are consumed."""
+        self._run.progress = self._run.progress.end_pass(self._end)
+
+    def _batches(self, length: int) -> Iterator[Batch]:
+        place = self._run.progress
         for batch in batches(
             self._exchange.plan_at,
-            length=self._length,
+            length=length,
             drop_last=self._drop_last,
             epoch=place.epoch,
             position=place.position,
@@ -129,47 +145,42 @@ class TrainingSource:
             self._end = batch.stop
             yield batch
 
-    def hand_out(self, batch: Batch) -> None:
-        """Note the batch, and tell the other workers where that is needed."""
-        self._run.progress = self._run.progress.hand_out(batch)
-        self._run.plan = self._run.timetable.at(batch.step)
-        self._run.backwards = self._run.reductions = 0
-        self._run.liveness.step = batch.step
-        self._exchange.post(batch)
-
-    def end(self) -> None:
-        """The epoch is over if all its samples are consumed."""
-        self._run.progress = self._run.progress.end_pass(self._end)
-
 
 class EvaluationSource:
-    """The data set once, in its own order, cut by the shares of the plan in effect."""
+    """The data set once, in the loader's order, cut by the shares of the plan in effect."""
 
     def __init__(
-        self, plan: Callable[[], Plan], length: int, *, global_batch: int, drop_last: bool
+        self, plan: Callable[[], Plan], orders: Orders, *, global_batch: int, drop_last: bool
     ) -> None:
         self._plan = plan
-        self._length = length
+        self._orders = orders
         self._global_batch = global_batch
         self._drop_last = drop_last
 
     def __len__(self) -> int:
-        return steps_per_epoch(self._length, self._global_batch, drop_last=self._drop_last)
+        return steps_per_epoch(len(self._orders), self._global_batch, drop_last=self._drop_last)
 
-    def order(self) -> Order:
-        """Return the order of the data set."""
-        return Order(length=self._length, shuffled=False)
-
-    def begin(self) -> Iterator[Batch]:
+    def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
         """Start at the first sample."""
         plan = self._plan().scaled(self._global_batch)
-        return batches(lambda _: plan, length=self._length, drop_last=self._drop_last)
+        order = self._orders.at(0)
+        return order, 0, batches(lambda _: plan, length=order.length, drop_last=self._drop_last)
 
-    def hand_out(self, batch: Batch) -> None:
+    def hand_out(self, batch: Batch, contents: Any) -> None:
         """Nothing to note."""
 
     def end(self) -> None:
         """Nothing to note."""
+
+
+class PerPass:
+    """A batch sampler that starts anew in every pass."""
+
+    def __init__(self, passes: Callable[[], Iterator[Any]]) -> None:
+        self._passes = passes
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._passes()
 
 
 def lead(loader: DataLoader[Any]) -> int:
@@ -177,68 +188,20 @@ def lead(loader: DataLoader[Any]) -> int:
     return loader.num_workers * (loader.prefetch_factor or 0)
 
 
-def emptied(batch: Any) -> Any:
-    """Return a batch of the same form with no sample in it, made from a batch of one sample.
-
-    Tensors and arrays lose the entries of their first dimension; dicts, dataclasses and named
-    tuples are emptied part by part, and so is a list or tuple that is the batch itself. A list or
-    tuple of one element inside it holds the sample and becomes empty, and so does a batch that
-    is a list of one sample.
-    """
-    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        if len(batch) == 1 and not isinstance(batch[0], Tensor | np.ndarray):
-            return _sequence_like(batch, [])
-        return _sequence_like(batch, [_emptied_part(part) for part in batch])
-    return _emptied_part(batch)
+def without_samples(batch: Any, slicer: Slicer | None) -> Any:
+    """Return a batch of the same form with no sample in it."""
+    return emptied(batch) if slicer is None else slicer(batch, 0, 0)
 
 
-def _emptied_part(part: Any) -> Any:
-    if isinstance(part, Tensor | np.ndarray):
-        return part[:0] if part.ndim else part
-    if isinstance(part, Mapping):
-        return {key: _emptied_part(value) for key, value in part.items()}
-    if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return type(part)(*(_emptied_part(value) for value in part))
-    if isinstance(part, list | tuple):
-        return _sequence_like(part, [] if len(part) == 1 else [_emptied_part(p) for p in part])
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        fields = {f.name: _emptied_part(getattr(part, f.name)) for f in dataclasses.fields(part)}
-        return dataclasses.replace(part, **fields)
-    if part is None or isinstance(part, bool | int | float | str | bytes):
-        return part
-    raise InvalidSetting(
-        f"this worker has no sample in a step, and a {type(part).__name__} cannot be emptied; "
-        'use Balancer(..., idle="repeat")'
-    )
-
-
-def _sequence_like(original: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
-    return parts if isinstance(original, list) else tuple(parts)
-
-
-class _Slices:
-    """A batch sampler that asks for new slices in every pass."""
-
-    def __init__(self, passes: Callable[[], Iterator[list[int]]]) -> None:
-        self._passes = passes
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._passes()
-
-
-def _with_batch_sampler(loader: DataLoader[Any], batch_sampler: _Slices) -> DataLoader[Any]:
-    """Return the user's loader with all its settings, but our batches."""
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batch_sampler,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        pin_memory_device=loader.pin_memory_device,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+def settings_kept(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the settings of a user's loader that hold for ours as they are."""
+    return {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "pin_memory_device": loader.pin_memory_device,
+        "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }

@@ -2,18 +2,34 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from poise.errors import InvalidSetting
-from poise.torch.reduction import Reduction
-from poise.torch.run import Run
+from poise.errors import InvalidSetting, OutOfOrder
+from poise.torch.liveness import Liveness
+from poise.torch.reduction import InnerHook, Reduction
+from poise.torch.run import Run, Tally
 
 _OURS = {"module", "process_group", "broadcast_buffers", "forward_sync_buffers"}
-_OWN_NAMES = {"module", "_ddp", "_liveness", "_counting", "training"}
+_OWN_NAMES = {"module", "_link", "training"}
+
+
+@dataclass
+class Link:
+    """What ties a model to the other workers."""
+
+    ddp: nn.Module
+    """DistributedDataParallel around the model; the model itself once released."""
+    reduction: Reduction
+    tally: Tally
+    counting: RemovableHandle
+    liveness: Liveness
+    alone: bool = False
+    """Whether gradients stay on this worker for now: a part of a batch is under way."""
 
 
 class SharedModule(nn.Module):
@@ -24,32 +40,54 @@ class SharedModule(nn.Module):
     """
 
     module: nn.Module
+    _link: Link
 
-    def __init__(self, model: nn.Module, run: Run, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Run,
+        options: Mapping[str, Any],
+        inner: InnerHook | None = None,
+    ) -> None:
         super().__init__()
         self.module = model
         # Gradients live in the buckets: this saves the copy back, as much as our weighting costs.
         settings = {"gradient_as_bucket_view": True, **_no_buffer_broadcast(), **options}
         ddp = DistributedDataParallel(model, process_group=run.cluster.gradients, **settings)
-        ddp.register_comm_hook(None, Reduction(run, model).hook)
-        counting = _count_backwards(model, run)
-        self.__dict__.update(_ddp=ddp, _liveness=run.liveness, _counting=counting)
+        tally = Tally()
+        run.tallies.append(tally)
+        run.parameters.extend(model.parameters())
+        reduction = Reduction(run, model, tally, inner)
+        ddp.register_comm_hook(None, reduction.hook)
+        counting = _count_backwards(model, tally)
+        self.__dict__["_link"] = Link(ddp, reduction, tally, counting, run.liveness)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, preparing the reduction that its backward will do.
 
         In the second step DistributedDataParallel agrees on new buckets here.
         """
+        link = self._link
+        if link.alone:
+            return self.module(*args, **kwargs)
         try:
-            return self._ddp(*args, **kwargs)
+            return link.ddp(*args, **kwargs)
         except RuntimeError as error:
-            self._liveness.raise_if_lost(f"the forward of step {self._liveness.step}", error)
+            link.liveness.raise_if_lost(f"the forward of step {link.liveness.step}", error)
             raise
+
+    def no_sync(self) -> NoReturn:
+        """Refuse what DistributedDataParallel offers for accumulating gradients by hand."""
+        raise OutOfOrder(
+            "no_sync adds up gradients before they are weighted, which is wrong for parts of "
+            "unequal size; use `for part in balancer.micro_batches(batch):` and in it "
+            "`with part as (x, y):`, which synchronizes once"
+        )
 
     def release(self) -> None:
         """Let go of the other workers: from now on this is the model alone."""
-        self._counting.remove()
-        self.__dict__["_ddp"] = self.module
+        self._link.counting.remove()
+        self._link.ddp = self.module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own state, with the model's own keys. Never communicates."""
@@ -84,11 +122,11 @@ class SharedModule(nn.Module):
             setattr(self.module, name, value)
 
 
-def _count_backwards(model: nn.Module, run: Run) -> RemovableHandle:
+def _count_backwards(model: nn.Module, tally: Tally) -> RemovableHandle:
     """Count the backwards that reach the model, of which DDP passes some over in silence."""
 
     def count(_: Tensor) -> None:
-        run.backwards += 1
+        tally.backwards += 1
 
     last = [parameter for parameter in model.parameters() if parameter.requires_grad][-1]
     handle: RemovableHandle = last.register_post_accumulate_grad_hook(count)

@@ -1,13 +1,12 @@
 """The gradient of the global batch: each worker's part, weighted and summed.
 
-    g = sum_i (c_i / C) g_i
-
-with g_i worker i's mean gradient, c_i its count and C the global count. No further division.
+The weights are those of `poise.core.weight`: c_i / C, and no further division.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,30 +16,58 @@ from torch.futures import Future, collect_all
 from torch.nn.modules.batchnorm import _NormBase
 
 from poise.core.batch import Batch
-from poise.errors import Disagreement
-from poise.torch.run import Run
+from poise.core.weight import averaged
+from poise.errors import Disagreement, InvalidSetting
+from poise.torch.run import Run, Tally
+
+PAIR = 2
+
+
+@dataclass(frozen=True)
+class InnerHook:
+    """A communication hook of the user's, such as fp16 compression, which averages."""
+
+    call: Callable[[Any, GradBucket], Future[Tensor]]
+    state: Any
+
+    @staticmethod
+    def of(hook: Any) -> "InnerHook | None":
+        """Read Balancer's `comm_hook`: a hook, or (state, hook)."""
+        if hook is None:
+            return None
+        state, call = hook if isinstance(hook, tuple) and len(hook) == PAIR else (None, hook)
+        if not callable(call):
+            raise InvalidSetting(
+                f"comm_hook={hook!r} is not a communication hook; give a function of "
+                "(state, bucket), or (state, function)"
+            )
+        return InnerHook(call, state)
 
 
 class Reduction:
     """The communication hook of DistributedDataParallel.
 
     DDP calls `hook` for each bucket of gradients during backward, in the same order on every
-    worker. An exception that leaves it reaches the user from `loss.backward()`.
+    worker; so do micro-batches, after their last part. An exception that leaves it reaches the
+    user from `loss.backward()`.
     """
 
-    def __init__(self, run: Run, model: torch.nn.Module) -> None:
+    def __init__(
+        self, run: Run, model: torch.nn.Module, tally: Tally, inner: InnerHook | None
+    ) -> None:
         self._run = run
+        self._tally = tally
+        self._inner = inner
         self._statistics = RunningStatistics(model)
-        self._backward = _Backward(step=0, weight=0.0)
+        self._backward = _Backward(step=0, weights=(1.0,), worker=0)
 
     def hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
-        """Weight one bucket by this batch's own split, and sum it over the workers."""
-        gradient: Tensor = bucket.buffer()
+        """Weight one bucket by this batch's own counts, and sum it over the workers."""
         if bucket.index() == 0:
-            self._backward = self._begin(gradient.device)
-        self._launch(gradient)
+            self._backward = self._begin(bucket.buffer().device)
+        summed = self._launch_bucket(bucket)
         if not bucket.is_last():
-            return self._when_all_are_summed(lambda: gradient)
+            return self._when_all_are_summed(summed)
         statistics = self._statistics.read()
         for part in statistics:
             self._launch(part)
@@ -48,30 +75,62 @@ class Reduction:
         def finish() -> Tensor:
             self._statistics.write(statistics)
             self._run.progress = self._run.progress.reduced()
-            return gradient
+            return summed()
 
         future = self._when_all_are_summed(finish)
         collect_all(self._backward.sums).add_done_callback(partial(self._look, self._backward))
         return future
 
+    def wait(self, future: Future[Tensor]) -> Tensor:
+        """Return the sum that a call of `hook` promised; an error keeps its type."""
+        error = None if self._run.cluster.on_accelerator else self._backward.outcome.wait()
+        if error is not None:
+            raise error
+        return future.wait()
+
     def _begin(self, device: torch.device) -> "_Backward":
         """Find the batch that this backward belongs to."""
         batch = self._run.progress.batch_to_reduce()
         self._run.liveness.reductions += 1
-        self._run.reductions += 1
-        backward = _Backward(batch.step, batch.weight(self._run.cluster.worker))
+        self._tally.reduced += 1
         if not self._run.compared:
             self._compare_places(batch, device)
             self._run.compared = True
-        return backward
+        return _Backward(batch.step, self._run.counts.weights(), self._run.cluster.worker)
+
+    def _launch_bucket(self, bucket: GradBucket) -> Callable[[], Tensor]:
+        """Start the sum of a bucket; return what reads it when it is done."""
+        gradient: Tensor = bucket.buffer()
+        if self._inner is None:
+            self._launch(gradient)
+            return lambda: gradient
+        backward = self._backward
+        scaling = averaged(backward.weights, backward.worker)
+        _scale(gradient, scaling.before)
+        group = self._run.cluster.gradients
+        state = group if self._inner.state is None else self._inner.state
+        try:
+            future = self._inner.call(state, bucket)
+        except RuntimeError as error:
+            self._run.liveness.raise_if_lost(backward.doing, error)
+            raise
+        if self._inner.state is not None:
+            # Such hooks (PowerSGD) post further sums when the first is done, which must not
+            # cross with those of the next bucket.
+            with self._run.liveness.watch(backward.doing):
+                future.wait()
+        backward.sums.append(future)
+
+        def scaled_back() -> Tensor:
+            bucket.set_buffer(gradient)  # a hook may have put a buffer of another type there
+            return gradient.copy_(future.value()).mul_(scaling.after)
+
+        return scaled_back
 
     def _launch(self, part: Tensor) -> None:
         """Weight in place and start the sum."""
         backward = self._backward
-        if backward.weight == 0:
-            part.zero_()  # 0 times NaN would poison every worker
-        else:
-            part.mul_(backward.weight)
+        _scale(part, backward.weight)
         try:
             # The group's own call: torch.distributed.all_reduce takes half as much time again.
             work = self._run.cluster.gradients.allreduce([part])
@@ -85,7 +144,7 @@ class Reduction:
             return self._backward.sums[-1].then(lambda _: finish())
         return self._backward.outcome.then(partial(_result, finish))
 
-    def _look(self, backward: "_Backward", all_sums: Future[list[Future[list[Tensor]]]]) -> None:
+    def _look(self, backward: "_Backward", all_sums: Future[list[Future[Any]]]) -> None:
         """Pass an error on; a failed sum reaches a callback of this kind, but never `then`."""
         try:
             for each in all_sums.value():
@@ -116,12 +175,18 @@ class _Backward:
     """One backward under way."""
 
     step: int
-    weight: float
-    """This worker's factor in the gradient."""
-    sums: list[Future[list[Tensor]]] = field(default_factory=list)
+    weights: tuple[float, ...]
+    """Every worker's factor in the gradient."""
+    worker: int
+    sums: list[Future[Any]] = field(default_factory=list)
     """The sums started so far."""
     outcome: Future[Exception | None] = field(default_factory=Future)
     """Set when all sums are done: to nothing, or to what went wrong."""
+
+    @property
+    def weight(self) -> float:
+        """This worker's factor in the gradient."""
+        return self.weights[self.worker]
 
     @property
     def doing(self) -> str:
@@ -163,6 +228,13 @@ class RunningStatistics:
             for statistic in (layer.running_mean, layer.running_var)
         )
         return [statistic for statistic in candidates if statistic is not None]
+
+
+def _scale(part: Tensor, factor: float) -> None:
+    if factor == 0:
+        part.zero_()  # 0 times NaN would poison every worker
+    else:
+        part.mul_(factor)
 
 
 def _result(finish: Callable[[], Tensor], outcome: Future[Exception | None]) -> Tensor:

@@ -1,0 +1,107 @@
+"""Counts: the denominator of each worker's loss, from which its weight follows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from poise.core.batch import Batch
+from poise.core.weight import weights
+from poise.errors import InvalidSetting
+from poise.torch.cluster import Cluster
+from poise.torch.liveness import Liveness
+from poise.torch.slicing import sizes
+
+CountFunction = Callable[[Any], Any]
+"""Takes a batch, returns what its loss is divided by: a number from 0 up."""
+
+
+class Counts:
+    """Every worker's count of the batch under way.
+
+    Without a function the counts are samples and known from the batch's split. With one, each
+    worker finds its own when the batch is handed out, and a small all-reduce collects them while
+    forward runs.
+    """
+
+    def __init__(
+        self, cluster: Cluster, liveness: Liveness, function: CountFunction | None
+    ) -> None:
+        self._cluster = cluster
+        self._liveness = liveness
+        self._function = function
+        self._step = 0
+        self._table = torch.zeros(0, dtype=torch.float64)
+        self._work: dist.Work | None = None
+
+    def begin(self, batch: Batch, contents: Any) -> None:
+        """A batch is handed out to this worker."""
+        self._step = batch.step
+        samples = batch.split[self._cluster.worker]
+        if self._function is None:
+            _check_samples(batch.step, samples, contents)
+            self._table = torch.tensor(batch.split, dtype=torch.float64)
+            return
+        self._table = torch.zeros(self._cluster.workers, dtype=torch.float64)
+        self._table[self._cluster.worker] = self.of(contents) if samples else 0.0
+        with self._liveness.watch(self._doing):
+            self._work = dist.all_reduce(self._table, group=self._cluster.control, async_op=True)
+
+    def of(self, contents: Any) -> float:
+        """Return the count of a batch or a part of one, by the user's function."""
+        assert self._function is not None
+        found = self._function(contents)
+        try:
+            count = float(found)
+        except (TypeError, ValueError, RuntimeError):
+            count = -1.0
+        if not 0 <= count < float("inf"):
+            raise InvalidSetting(
+                f"count={getattr(self._function, '__name__', self._function)!r} returned "
+                f"{found!r} for the batch of step {self._step}; it must return a number from 0 up"
+            )
+        return count
+
+    @property
+    def by_function(self) -> bool:
+        """Whether the user says what counts."""
+        return self._function is not None
+
+    @property
+    def own(self) -> float:
+        """This worker's count."""
+        return float(self._all()[self._cluster.worker])
+
+    def weights(self) -> tuple[float, ...]:
+        """Return every worker's weight."""
+        try:
+            return weights(self._all().tolist())
+        except ZeroDivisionError:
+            raise InvalidSetting(
+                f"count gave 0 on every worker in step {self._step}, so the mean loss has no "
+                "meaning; leave such samples out of the data set, or raise global_batch"
+            ) from None
+
+    def _all(self) -> torch.Tensor:
+        if self._work is not None:
+            with self._liveness.watch(self._doing):
+                self._work.wait()
+            self._work = None
+        return self._table
+
+    @property
+    def _doing(self) -> str:
+        return f"the counts of step {self._step}"
+
+
+def _check_samples(step: int, samples: int, contents: Any) -> None:
+    """Raise if nothing in a batch has the size of this worker's share."""
+    found = set(sizes(contents))
+    if samples and found and samples not in found:
+        raise InvalidSetting(
+            f"this worker's share of step {step} is {samples} samples, but nothing in the batch "
+            f"has that size (found {sorted(found)}); if collate_fn leaves samples out, or the "
+            "loss is a mean over something else, pass Balancer(..., count=function), where "
+            "function(batch) returns what the loss is divided by"
+        )

@@ -1,0 +1,163 @@
+"""Micro-batches: a local batch in parts, one gradient, one reduction.
+
+Each part's gradient counts by its share of the local count, and the sum of the parts is reduced
+over the workers once, after the last of them. Workers may take different numbers of parts.
+
+When a part does not fit into memory, its half-made gradient is thrown away and the rest of the
+local batch goes on in parts of half the size, on this worker alone.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
+from poise.torch.gradient_sums import GradientSums
+from poise.torch.module import Link
+from poise.torch.run import Run
+from poise.torch.slicing import Slicer, samples_in, sliced
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""What a RuntimeError says when an allocation fails: accelerators, CPU, and libraries on them."""
+_TOLERANCE = 1e-6
+
+
+class MicroBatches:
+    """Cuts this worker's local batches into parts that fit into its memory."""
+
+    def __init__(
+        self,
+        run: Run,
+        models: Sequence[tuple[nn.Module, Link]],
+        *,
+        most_samples: int | None,
+        slicer: Slicer | None,
+    ) -> None:
+        self._run = run
+        self._models = models
+        self._slicer = slicer
+        self._most = most_samples
+        """Samples of one part; None: all of them, until that does not fit."""
+        self._told = False
+        self.used = False
+        """Whether any batch was taken in parts."""
+
+    def of(self, batch: Any) -> Iterator["Part"]:
+        """Yield the parts of the batch under way; then reduce their gradient."""
+        self.used = True
+        under_way = self._run.progress.batch_to_reduce()
+        samples = under_way.split[self._run.cluster.worker]
+        if samples and self._slicer is None:
+            samples = samples_in(batch) or samples  # collate_fn may have left some out
+        total = self._run.counts.own
+        sums = GradientSums(self._run, self._models)
+        start, counted, tried = 0, 0.0, 0
+        while start < max(samples, 1):
+            stop = samples if self._most is None else min(samples, start + self._most)
+            contents = self._cut(batch, samples, start, stop)
+            self._run.let_size_vary(contents)
+            count = self._count(contents, stop - start, samples) if total else 0.0
+            part = Part(contents, sums, count / total if total else 0.0, halvable=stop - start > 1)
+            del contents
+            yield part
+            if not part.entered:
+                raise OutOfOrder(
+                    "a part of the batch was not used; write `for part in "
+                    "balancer.micro_batches(batch):` and in it `with part as (x, y):`"
+                )
+            if part.out_of_memory:
+                tried = max(tried, stop - start)
+                self._most = (stop - start + 1) // 2
+                _free_memory()
+            else:
+                start, counted = max(stop, 1), counted + count
+        if abs(counted - total) > _TOLERANCE * max(total, 1.0):
+            raise InvalidSetting(
+                f"count gave {total:g} for the local batch, but {counted:g} for its parts "
+                "together; the count of a batch must be the sum of the counts of its parts"
+            )
+        if tried:
+            self._tell(tried)
+        sums.reduce()
+
+    def _cut(self, batch: Any, samples: int, start: int, stop: int) -> Any:
+        if stop - start == samples:
+            return batch
+        if self._slicer is not None:
+            return self._slicer(batch, start, stop)
+        return sliced(batch, samples, start, stop)
+
+    def _count(self, contents: Any, samples: int, of: int) -> float:
+        if self._run.counts.by_function:
+            return self._run.counts.of(contents)
+        return self._run.counts.own * samples / of
+
+    def _tell(self, tried: int) -> None:
+        """Say once that memory was short, and what to state to save the failed attempt."""
+        if self._told:
+            return
+        self._told = True
+        warnings.warn(
+            f"worker {self._run.cluster.worker} ran out of memory with {tried} samples at once "
+            f"and goes on in parts of {self._most}; the gradient is the same. To start with "
+            "this size, state it for this worker in Balancer(..., micro_batch=[...])",
+            PoiseWarning,
+            stacklevel=3,
+        )
+
+
+class Part:
+    """One part of a local batch: `with part as (x, y):` runs forward and backward on it."""
+
+    def __init__(self, contents: Any, sums: GradientSums, share: float, *, halvable: bool) -> None:
+        self._contents = contents
+        self._sums = sums
+        self._share = share
+        self._halvable = halvable
+        self.entered = False
+        self.out_of_memory = False
+        """Whether memory was short, so that this part counts for nothing."""
+
+    def __enter__(self) -> Any:
+        self.entered = True
+        self._sums.begin_part()
+        contents, self._contents = self._contents, None
+        return contents
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            self._sums.add_part(self._share)
+            return False
+        self._sums.drop_part()
+        self.out_of_memory = _is_out_of_memory(error)
+        if self.out_of_memory and not self._halvable:
+            error.add_note("poise: one sample alone does not fit into this worker's memory")
+            return False
+        return self.out_of_memory
+
+    def __iter__(self) -> Any:
+        raise OutOfOrder(
+            "a part of a batch was unpacked; write `with part as (x, y):`, so that a lack of "
+            "memory inside can be caught"
+        )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def _free_memory() -> None:
+    """Give what the failed attempt left in the allocator's cache back to the device."""
+    if torch.accelerator.is_available():
+        getattr(torch, torch.accelerator.current_accelerator().type).empty_cache()  # type: ignore[union-attr]

@@ -1,0 +1,143 @@
+"""Parts of a collated batch: some of its samples, or none of them.
+
+A batch may be a tensor or array, or tuples, lists, dicts and dataclasses of them; samples lie
+along the first dimension. A list or tuple with one element per sample is cut as a whole; plain
+values and tensors without dimensions belong to every part.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from poise.errors import InvalidSetting
+
+Slicer = Callable[[Any, int, int], Any]
+"""slicer(batch, start, stop) returns the samples start .. stop - 1 of a batch."""
+
+
+def sliced(batch: Any, samples: int, start: int, stop: int) -> Any:
+    """Return the samples start .. stop - 1 of a batch of that many samples.
+
+    >>> sliced((np.arange(6).reshape(3, 2), ["a", "b", "c"]), 3, 1, 3)
+    (array([[2, 3],
+           [4, 5]]), ['b', 'c'])
+    """
+    if _is_plain_sequence(batch) and not _lists_samples(batch, samples):
+        return _sequence_like(batch, [_part(each, samples, start, stop) for each in batch])
+    return _part(batch, samples, start, stop)
+
+
+def emptied(batch: Any) -> Any:
+    """Return a batch of the same form with no sample in it, made from a batch of one sample."""
+    return sliced(batch, 1, 0, 0)
+
+
+def sizes(batch: Any) -> Iterator[int]:
+    """Yield every number in a batch that can be its number of samples.
+
+    These are the lengths of lists and tuples, and the first two dimensions of tensors, since
+    some models want time first.
+    """
+    if isinstance(batch, Tensor | np.ndarray):
+        yield from batch.shape[:2]
+    elif isinstance(batch, list | tuple):
+        yield len(batch)
+    for part in _parts(batch):
+        yield from sizes(part)
+
+
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield every tensor in a batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    for part in _parts(batch):
+        yield from tensors(part)
+
+
+def samples_in(batch: Any) -> int | None:
+    """Return how many samples a batch has, by its first tensor, array or list; None if unknown."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return len(batch) if batch.ndim else None
+    if isinstance(batch, list | tuple) and not _holds_arrays(batch):
+        return len(batch)
+    return next((n for part in _parts(batch) if (n := samples_in(part)) is not None), None)
+
+
+def _part(batch: Any, samples: int, start: int, stop: int) -> Any:
+    def cut(part: Any) -> Any:
+        return _part(part, samples, start, stop)
+
+    if isinstance(batch, Tensor | np.ndarray):
+        if batch.ndim and start < stop and len(batch) != samples:
+            raise InvalidSetting(
+                f"the batch has {samples} samples, but holds a tensor of shape "
+                f"{tuple(batch.shape)}, so it is unclear how to cut it; use "
+                "Balancer(..., slicer=function), called as function(batch, start, stop)"
+            )
+        return batch[start:stop] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {key: cut(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(cut(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        whole = len(batch) == samples
+        return batch[start:stop] if whole else _sequence_like(batch, [cut(b) for b in batch])
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {f.name: cut(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **fields)
+    if batch is None or isinstance(batch, bool | int | float | str | bytes):
+        return batch
+    raise InvalidSetting(
+        f"a {type(batch).__name__} in the batch cannot be cut into samples; use "
+        "Balancer(..., slicer=function), called as function(batch, start, stop), or, if only "
+        'workers without a sample need it, Balancer(..., idle="repeat")'
+    )
+
+
+def _lists_samples(batch: Any, samples: int) -> bool:
+    """Whether a batch that is a list or tuple holds one element per sample, and not one per part.
+
+    In doubt it holds parts, as default_collate makes them; but a single element that is neither
+    tensor nor array is a sample.
+    """
+    if len(batch) != samples:
+        return False
+    if samples == 1:
+        return not isinstance(batch[0], Tensor | np.ndarray)
+    return not all(_is_part(each, samples) for each in batch)
+
+
+def _is_part(value: Any, samples: int) -> bool:
+    """Whether every tensor, array and list in a value can hold that many samples."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0 and len(value) == samples
+    if _is_plain_sequence(value):
+        return len(value) == samples
+    parts = list(_parts(value))
+    return bool(parts) and all(_is_part(part, samples) for part in parts)
+
+
+def _parts(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, list | tuple):
+        return list(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return []
+
+
+def _holds_arrays(batch: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether a list or tuple is the batch's parts: tensors, arrays or lists, side by side."""
+    return any(isinstance(part, Tensor | np.ndarray | list | tuple | Mapping) for part in batch)
+
+
+def _is_plain_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def _sequence_like(original: list[Any] | tuple[Any, ...], parts: list[Any]) -> Any:
+    return parts if isinstance(original, list) else tuple(parts)

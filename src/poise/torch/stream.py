@@ -1,0 +1,237 @@
+"""Loaders of streams: an IterableDataset of which every worker reads its own part.
+
+Nobody knows beforehand how many samples a part has. So each worker takes as many as its plan
+says, or as are left, and the workers tell each other how many that were: these are the counts of
+the step. A worker whose part is exhausted goes on with weight 0 until all are.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import DataLoader, get_worker_info
+
+from poise.core.batch import Batch
+from poise.core.plan import Plan
+from poise.errors import InvalidSetting
+from poise.torch.control import Control
+from poise.torch.exchange import Exchange
+from poise.torch.loader import PerPass, settings_kept, without_samples
+from poise.torch.run import Run
+from poise.torch.slicing import Slicer
+
+
+class Pace(Protocol):
+    """How many samples each step of a stream takes, and what is noted of it."""
+
+    def begin(self, *, resumed: bool) -> tuple[int, int, int]:
+        """Start a pass; return its epoch, and the step and position at which it starts.
+
+        Unless it is resumed, a stream starts at its beginning, and so does the epoch.
+        """
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan of a step that is about to be asked for."""
+
+    def hand_out(self, batch: Batch, contents: Any) -> None:
+        """A batch is about to be yielded, with these contents on this worker."""
+
+    def end(self) -> None:
+        """All parts are exhausted."""
+
+
+class StreamLoader:
+    """A DataLoader that yields this worker's part of a stream, by the sizes of its plan."""
+
+    def __init__(
+        self, loader: DataLoader[Any], pace: Pace, control: Control, slicer: Slicer | None
+    ) -> None:
+        self.dataset = loader.dataset
+        self._users = loader
+        self._pace = pace
+        self._control = control
+        self._slicer = slicer
+        self._first = _FirstPass(loader.worker_init_fn)
+        self._resumed = False
+        self._start = 0
+        self._loader = self._made()
+        self.states: dict[int, Any] = {}
+        """Where each loader process stands after the last batch handed out, if it can say."""
+        self.states_before: dict[int, Any] = {}
+        """The same, before that batch."""
+
+    def __len__(self) -> int:
+        raise TypeError("a stream has no length: it is over when every worker's part is")
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed = self._resumed
+        self._resumed = False
+        epoch, step, position = self._pace.begin(resumed=resumed)
+        self._start = step
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        fetching = iter(self._loader)
+        self._first.states = {}
+        empty: Any = None
+        exhausted = False
+        while True:
+            fetched: Fetched | None = None if exhausted else next(fetching, None)
+            exhausted = fetched is None
+            samples = 0 if fetched is None else fetched.samples
+            taken = self._control.table([samples], f"step {step} of the stream")
+            split = tuple(int(row[0]) for row in taken)
+            if not any(split):
+                break
+            if fetched is not None:
+                contents, empty = fetched.contents, fetched.contents
+                self._note(fetched)
+            elif empty is None:
+                raise _no_sample_at_all(self._control.worker)
+            else:
+                contents = without_samples(empty, self._slicer)
+            batch = Batch(step=step, epoch=epoch, start=position, split=split)
+            self._pace.hand_out(batch, contents)
+            yield contents
+            step, position = batch.step + 1, batch.stop
+        self.states, self.states_before = {}, {}
+        self._pace.end()
+
+    def resume(self, states: dict[int, Any]) -> None:
+        """Let the next pass go on where each loader process stood."""
+        if self._users.num_workers == 0 and 0 in states:
+            self.dataset.load_state_dict(states[0])  # type: ignore[attr-defined]
+        self.states, self.states_before = dict(states), dict(states)
+        self._first.states = dict(states)
+        self._resumed = True
+        self._loader = self._made()
+
+    def _note(self, fetched: "Fetched") -> None:
+        self.states_before = dict(self.states)
+        if fetched.state is not None:
+            self.states[fetched.process] = fetched.state
+
+    def _made(self) -> DataLoader[Any]:
+        loader = DataLoader(
+            self._users.dataset,
+            batch_size=1,
+            drop_last=self._users.drop_last,
+            collate_fn=_Collate(self._users.collate_fn, self._users.dataset),
+            worker_init_fn=self._first,
+            **settings_kept(self._users),
+        )
+        # DataLoader refuses batches of changing size for streams, though its fetcher takes as
+        # many samples as it is asked for.
+        object.__setattr__(loader, "batch_sampler", PerPass(self._asked))
+        return loader
+
+    def _asked(self) -> Iterator[list[int]]:
+        """Ask for each step's samples; runs ahead of the yields by the loader's lead.
+
+        A share of 0 asks for one sample all the same: nobody else can read this worker's part.
+        """
+        for step in count(self._start):
+            share = self._pace.plan_at(step).split[self._control.worker]
+            yield [0] * max(1, share)
+
+
+class Fetched(NamedTuple):
+    """What a loader process sends."""
+
+    samples: int
+    process: int
+    """Number of the loader process; 0 in the worker itself."""
+    state: Any
+    """Where its copy of the data set stands now; None if it cannot say."""
+    contents: Any
+
+
+class _Collate:
+    """The user's collate_fn, and what is known only where it runs."""
+
+    def __init__(self, collate: Any, dataset: Any) -> None:
+        self._collate = collate
+        self._dataset = dataset
+
+    def __call__(self, samples: list[Any]) -> Fetched:
+        process = get_worker_info()
+        dataset = self._dataset if process is None else process.dataset
+        state = dataset.state_dict() if hasattr(dataset, "state_dict") else None
+        number = 0 if process is None else process.id
+        return Fetched(len(samples), number, state, self._collate(samples))
+
+
+class _FirstPass:
+    """The user's worker_init_fn; in the first pass after a resume it also sets the place."""
+
+    def __init__(self, init: Any) -> None:
+        self._init = init
+        self.states: dict[int, Any] = {}
+
+    def __call__(self, process: int) -> None:
+        if self._init is not None:
+            self._init(process)
+        if process in self.states:
+            info = get_worker_info()
+            assert info is not None
+            info.dataset.load_state_dict(self.states[process])  # type: ignore[attr-defined]
+
+
+class TrainingPace:
+    """The steps of a training."""
+
+    def __init__(self, run: Run, exchange: Exchange) -> None:
+        self._run = run
+        self._exchange = exchange
+        self._end = 0
+
+    def begin(self, *, resumed: bool) -> tuple[int, int, int]:
+        """Start where training stands, or with the next epoch if this one was left early."""
+        if self._run.progress.position and not resumed:
+            self._run.progress = self._run.progress.next_epoch()
+        place = self._run.begin_pass()
+        self._exchange.drain()
+        self._end = place.position
+        return place.epoch, place.step, place.position
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan of a step."""
+        return self._exchange.plan_at(step)
+
+    def hand_out(self, batch: Batch, contents: Any) -> None:
+        """Note the batch, and tell the other workers where that is needed."""
+        self._end = batch.stop
+        self._run.hand_out(batch, contents)
+        self._exchange.post(batch)
+
+    def end(self) -> None:
+        """The epoch is over if all its samples are consumed."""
+        self._run.progress = self._run.progress.end_pass(self._end)
+
+
+class EvaluationPace:
+    """The steps of an evaluation, by the shares of the plan in effect."""
+
+    def __init__(self, plan: Callable[[], Plan], global_batch: int) -> None:
+        self._plan = plan
+        self._global_batch = global_batch
+
+    def begin(self, *, resumed: bool) -> tuple[int, int, int]:
+        """Start at the beginning."""
+        return 0, 0, 0
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan in effect, for the evaluation's own batch size."""
+        return self._plan().scaled(self._global_batch)
+
+    def hand_out(self, batch: Batch, contents: Any) -> None:
+        """Nothing to note."""
+
+    def end(self) -> None:
+        """Nothing to note."""
+
+
+def _no_sample_at_all(worker: int) -> InvalidSetting:
+    return InvalidSetting(
+        f"worker {worker}'s part of the stream has no sample at all, so no empty batch of its "
+        "form can be made; give every worker at least one sample"
+    )
