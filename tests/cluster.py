@@ -162,6 +162,7 @@ def _serve(pipe: Connection) -> None:
     """Run cases until the pipe closes."""
     import torch
 
+    mp.set_start_method("fork", force=True)  # a loader process that is spawned imports torch anew
     torch.set_num_threads(1)
     pipe.send("ready")
     while True:

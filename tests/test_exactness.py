@@ -6,13 +6,14 @@ import warnings
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from poise.torch import Balancer, Fixed, counts
+from poise.torch import Balancer, Fixed
 from tests.cluster import Workers
 from tests.training import (
     Log,
@@ -109,12 +110,8 @@ def test_float32_stays_within_the_noise_of_rounding(
 
 def mean_of_means(recipe: Recipe, policy: Fixed) -> Log:
     """The usual mistake: every worker's mean counts the same."""
-    right = counts.weights
-    counts.weights = lambda each: (1 / len(each),) * len(each)  # type: ignore[assignment]
-    try:
+    with patch("poise.torch.counts.weights", lambda counts: (1 / len(counts),) * len(counts)):
         return train_balanced(recipe, policy)
-    finally:
-        counts.weights = right
 
 
 def test_the_law_notices_a_mean_of_means(workers: Workers) -> None:

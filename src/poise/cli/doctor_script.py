@@ -1,11 +1,9 @@
 """Run a user's training script until its Balancer is prepared, and examine it there."""
 
 import runpy
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from poise.cli.doctor_facts import Examination
 from poise.cli.doctor_worker import examine
+from poise.cli.user_script import check_script, command_line
 from poise.errors import InvalidSetting
 from poise.torch.balancer import Balancer
 from poise.torch.loader import lead
@@ -22,9 +21,8 @@ from poise.torch.loader import lead
 
 def examine_script(script: Sequence[str]) -> Examination | None:
     """Run a script, given with its arguments, up to prepare. None except on worker 0."""
-    if not Path(script[0]).is_file():
-        raise InvalidSetting(f"there is no script {script[0]}; give the path of a Python file")
-    with _stop_after_prepare(), _command_line(script):
+    check_script(script)
+    with _stop_after_prepare(), command_line(script):
         try:
             runpy.run_path(script[0], run_name="__main__")
             ending = "ended"
@@ -70,15 +68,3 @@ def _stop_after_prepare() -> Iterator[None]:
         yield
     finally:
         setattr(Balancer, "prepare", original)  # noqa: B010
-
-
-@contextmanager
-def _command_line(script: Sequence[str]) -> Iterator[None]:
-    """Show the script what `python SCRIPT ARGS` would: its arguments, and its folder first."""
-    arguments, path = sys.argv, sys.path
-    sys.argv = list(script)
-    sys.path = [str(Path(script[0]).resolve().parent), *path[1:]]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path = arguments, path

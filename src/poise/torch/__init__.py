@@ -2,5 +2,6 @@
 
 from poise.policy import Even, Fixed
 from poise.torch.balancer import Balancer
+from poise.torch.schedule import BySamples
 
-__all__ = ["Balancer", "Even", "Fixed"]
+__all__ = ["Balancer", "BySamples", "Even", "Fixed"]

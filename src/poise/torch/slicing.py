@@ -107,6 +107,8 @@ def _lists_samples(batch: Any, samples: int) -> bool:
         return False
     if samples == 1:
         return not isinstance(batch[0], Tensor | np.ndarray)
+    if any(isinstance(each, Tensor | np.ndarray) for each in batch):
+        return not any(_is_part(each, samples) for each in batch)
     return not all(_is_part(each, samples) for each in batch)
 
 

@@ -1,0 +1,57 @@
+"""Learning-rate schedules that count samples and not calls."""
+
+from typing import Any
+
+from poise.errors import InvalidSetting
+from poise.torch.balancer import Balancer
+
+
+class BySamples:
+    """Lets a scheduler of torch advance once for every so many samples of the training.
+
+    A scheduler counts calls of `step()`, so what it does depends on how many samples a call
+    stands for. Here the caller's number of calls does not matter: after n samples over all
+    workers the scheduler has made n // samples_per_step steps, whatever the global batch was,
+    and a call with nothing new to count changes nothing.
+
+        scheduler = BySamples(CosineAnnealingLR(optimizer, T_max=10_000), balancer, 512)
+    """
+
+    def __init__(self, scheduler: Any, balancer: Balancer, samples_per_step: int) -> None:
+        whole = isinstance(samples_per_step, int) and not isinstance(samples_per_step, bool)
+        if not whole or samples_per_step < 1:
+            raise InvalidSetting(
+                f"samples_per_step={samples_per_step!r} is not a number of samples; give the "
+                "global batch that the schedule was written for"
+            )
+        if not callable(getattr(scheduler, "step", None)):
+            raise InvalidSetting(
+                f"BySamples got a {type(scheduler).__name__}; it takes a scheduler of torch, "
+                "such as CosineAnnealingLR"
+            )
+        self.scheduler = scheduler
+        self._balancer = balancer
+        self._samples_per_step = samples_per_step
+        self._steps = balancer.samples // samples_per_step
+        """Steps that the scheduler has made, or that lie before its beginning."""
+
+    def step(self) -> None:
+        """Follow the samples consumed so far; call it after every optimizer.step()."""
+        due = self._balancer.samples // self._samples_per_step
+        for _ in range(due - self._steps):
+            self.scheduler.step()
+        self._steps = max(self._steps, due)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates now in use."""
+        rates: list[float] = self.scheduler.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state and how far it has come."""
+        return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._steps = state["steps"]
