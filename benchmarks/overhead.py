@@ -536,7 +536,7 @@ def watching_our_code(watch: Stopwatch) -> Iterator[None]:
     """
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    from poise.torch import Balancer, loader, module, reduction
+    from poise.torch import Balancer, loader, module, reduction, seeding
     from poise.torch.liveness import Liveness
 
     functions: list[tuple[object, str, str]] = [
@@ -544,6 +544,8 @@ def watching_our_code(watch: Stopwatch) -> Iterator[None]:
         (module.SharedModule, "__call__", "call of the model"),
         (Balancer, "_after_optimizer_step", "optimizer hook"),
         (Liveness, "_say", "heartbeat"),
+        (seeding.SeededDataset, "__getitems__", "seeding of samples"),
+        (TensorDataset, "__getitem__", _NOT_OURS),
         (dist.ProcessGroup, "allreduce", _LAUNCH),
         (DistributedDataParallel, "__call__", _NOT_OURS),
         (DataLoader, "__iter__", _NOT_OURS),
@@ -551,7 +553,7 @@ def watching_our_code(watch: Stopwatch) -> Iterator[None]:
     ]
     iterators: list[tuple[object, str]] = [
         (loader.ShareLoader, "__iter__"),
-        (loader._Slices, "__iter__"),
+        (loader.PerPass, "__iter__"),
         (Balancer, "epochs"),
     ]
     with ExitStack() as patches:

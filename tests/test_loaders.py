@@ -69,6 +69,12 @@ def train(balancer: Balancer, loader: DataLoader[Any], epochs: int) -> list[Any]
     return seen
 
 
+def end_processes(balancer: Balancer) -> None:
+    """End persistent loader processes, as the end of the interpreter would."""
+    loader: Any = balancer._loader
+    loader._loader._iterator._shutdown_workers()
+
+
 def loader_settings() -> tuple[list[Any], dict[str, Any]]:
     loader = DataLoader(
         Numbered(),
@@ -91,7 +97,7 @@ def loader_settings() -> tuple[list[Any], dict[str, Any]]:
             for name in ("num_workers", "persistent_workers", "prefetch_factor", "timeout")
         }
         kept["context"] = inner.multiprocessing_context.get_start_method()
-        inner._iterator._shutdown_workers()  # what ends them at exit, now
+        end_processes(balancer)
     return [(b["names"], b["numbers"].tolist(), b["told"].tolist()) for b in seen], kept
 
 
@@ -132,7 +138,7 @@ class Curriculum(Sampler[int]):
         random.shuffle(easy)
         yield from easy
         yield int(np.random.randint(10))
-        yield from torch.randperm(5)  # type: ignore[misc]
+        yield from torch.randperm(5)
 
 
 def sampler_named(name: str) -> Any:
@@ -274,7 +280,7 @@ def augmented(split: list[int], processes: int, persistent: bool) -> list[list[t
     with Balancer(sum(split), policy=Fixed(split), seed=3) as balancer:
         seen = train(balancer, loader, 2)
         if persistent:
-            balancer._loader._loader._iterator._shutdown_workers()  # type: ignore[union-attr]
+            end_processes(balancer)
     if processes == 0:
         assert random.random() == random.Random(5).random()
         assert np.random.rand() == np.random.RandomState(5).rand()

@@ -86,7 +86,7 @@ def train_in_parts(
 
         def fail_below_the_last_layer(_: Any, __: Any, hidden: Tensor) -> Any:
             here = (balancer.worker, len(hidden), "backward")
-            return FailsInBackward.apply(hidden, lambda: need(*here))
+            return FailsInBackward.apply(hidden, lambda: need(*here))  # type: ignore[no-untyped-call]
 
         model[1].register_forward_hook(fail_below_the_last_layer)  # type: ignore[index]
         for _ in balancer.epochs(RECIPE.epochs):
@@ -318,7 +318,7 @@ def mistakes() -> dict[str, str]:
             with part:
                 raise RuntimeError("an error of the script's own")
 
-    for mistake, settings in [
+    cases: list[tuple[Any, dict[str, Any]]] = [
         (no_with, {}),
         (not_entered, {}),
         (no_backward, {}),
@@ -326,7 +326,8 @@ def mistakes() -> dict[str, str]:
         (ignored, {"micro_batch": 3}),
         (own_error, {}),
         (no_backward, {"ddp": {"static_graph": True}}),
-    ]:
+    ]
+    for mistake, settings in cases:
         balancer, model, optimizer, loader = attempt(**settings)
         with balancer:
             shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
