@@ -21,7 +21,7 @@ from poise.policy import Policy, policy_named
 from poise.torch.checks import (
     check_epoch,
     check_loader,
-    check_model,
+    check_models,
     check_optimizers,
     is_stream,
     length_of,
@@ -40,6 +40,7 @@ from poise.torch.orders import Orders, orders_of
 from poise.torch.reduction import InnerHook
 from poise.torch.run import Run
 from poise.torch.saved import Saved, load_place, saved_place
+from poise.torch.settings import check_functions, check_settings, checked_policy, most_samples
 from poise.torch.slicing import Slicer
 from poise.torch.stream import EvaluationPace, StreamLoader, TrainingPace
 
@@ -88,12 +89,12 @@ class Balancer:
             hang_s: seconds after which a worker that others wait for counts as hanging;
                 None: 30 minutes, and for gradients in a group of your own its own limit.
         """
-        _check_settings(global_batch, idle, hang_s)
-        _check_functions(count=count, slicer=slicer)
+        check_settings(global_batch, idle, hang_s)
+        check_functions(count=count, slicer=slicer)
         check_seed(seed)
         check_options(ddp or {})
         self._inner = InnerHook.of(comm_hook)
-        self._policy = policy_named(policy) if isinstance(policy, str) else _checked(policy)
+        self._policy = policy_named(policy) if isinstance(policy, str) else checked_policy(policy)
         self._global_batch = global_batch
         self._seed = seed
         self._slicer = slicer
@@ -110,7 +111,7 @@ class Balancer:
         atexit.register(self._at_exit)
         engine = Engine(self._policy, self._cluster.workers, global_batch)
         try:
-            self._most_samples = _most_samples(micro_batch, self.worker, self.workers)
+            self._most_samples = most_samples(micro_batch, self.worker, self.workers)
             timetable, self._engine = engine.start()
         except PoiseError as error:
             self.__exit__(type(error), error, None)
@@ -178,8 +179,7 @@ class Balancer:
             )
         models = _as_list(model)
         optimizers = _as_list(optimizer)
-        for each in models:
-            check_model(each)
+        check_models(models)
         check_optimizers(optimizers, models)
         check_loader(loader)
         orders = self._orders_of(loader)
@@ -438,53 +438,3 @@ class Balancer:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _most_samples(
-    micro_batch: int | Sequence[int | None] | None, worker: int, workers: int
-) -> int | None:
-    """Return the largest part of a local batch on this worker, as `micro_batch` says."""
-    stated = (
-        [micro_batch] * workers if micro_batch is None or isinstance(micro_batch, int) else None
-    )
-    if stated is None:
-        stated = list(micro_batch) if isinstance(micro_batch, list | tuple) else []
-        if len(stated) != workers:
-            raise InvalidSetting(
-                f"micro_batch={micro_batch!r} does not fit {workers} workers; "
-                "give one number, or one for each worker"
-            )
-    for most in stated:
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise InvalidSetting(
-                f"micro_batch={micro_batch!r} has {most!r}, which is not a number of samples; "
-                "give whole numbers from 1, or None for no limit"
-            )
-    return stated[worker]
-
-
-def _check_functions(**functions: object) -> None:
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
-
-
-def _checked(policy: object) -> Policy:
-    if isinstance(policy, type) or not isinstance(policy, Policy):
-        raise InvalidSetting(
-            f"policy={policy!r} is not a policy; "
-            'use a name such as "even", Fixed([...]), or an object with init and update'
-        )
-    return policy
-
-
-def _check_settings(global_batch: object, idle: object, hang_s: object) -> None:
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-        raise InvalidSetting(
-            f"global_batch={global_batch!r} is not a number of samples; give a whole number from 1"
-        )
-    if idle not in ("empty", "repeat"):
-        raise InvalidSetting(f'idle={idle!r} is unknown; use "empty" or "repeat"')
-    number = isinstance(hang_s, int | float) and not isinstance(hang_s, bool)
-    if hang_s is not None and not (number and 0 < hang_s < float("inf")):  # type: ignore[operator]
-        raise InvalidSetting(f"hang_s={hang_s!r} is not a time; give seconds above 0, or None")

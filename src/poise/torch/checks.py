@@ -16,8 +16,8 @@ from poise.errors import InvalidSetting
 from poise.torch.module import SharedModule
 
 
-def check_model(model: object) -> None:
-    """Raise unless the model is a bare module with something to train."""
+def check_model(model: object) -> nn.Module:
+    """Return a bare module with something to train, or raise."""
     if not isinstance(model, nn.Module):
         raise InvalidSetting(
             f"prepare got a {type(model).__name__} as model; it takes (model, optimizer, loader)"
@@ -33,6 +33,22 @@ def check_model(model: object) -> None:
     _check_not_sharded(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidSetting("the model has no parameter that requires a gradient")
+    return model
+
+
+def check_models(models: Sequence[object]) -> None:
+    """Raise unless each model can be prepared, and they have nothing in common."""
+    if not models:
+        raise InvalidSetting("prepare got an empty list of models; pass at least one")
+    seen: set[int] = set()
+    for model in models:
+        own = {id(parameter) for parameter in check_model(model).parameters()}
+        if own & seen:
+            raise InvalidSetting(
+                "two of the models share parameters, whose gradients would be reduced twice; "
+                "join these models in one nn.Module"
+            )
+        seen |= own
 
 
 def check_optimizers(optimizers: Sequence[object], models: Sequence[nn.Module]) -> None:

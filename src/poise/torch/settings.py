@@ -1,0 +1,58 @@
+"""What a user may state when a Balancer is made, checked before anything starts."""
+
+from typing import Any
+
+from poise.errors import InvalidSetting
+from poise.policy import Policy
+
+
+def check_settings(global_batch: object, idle: object, hang_s: object) -> None:
+    """Raise unless sizes, names and times are what they should be."""
+    if not _is_number_of_samples(global_batch):
+        raise InvalidSetting(
+            f"global_batch={global_batch!r} is not a number of samples; give a whole number from 1"
+        )
+    if idle not in ("empty", "repeat"):
+        raise InvalidSetting(f'idle={idle!r} is unknown; use "empty" or "repeat"')
+    number = isinstance(hang_s, int | float) and not isinstance(hang_s, bool)
+    if hang_s is not None and not (number and 0 < hang_s < float("inf")):  # type: ignore[operator]
+        raise InvalidSetting(f"hang_s={hang_s!r} is not a time; give seconds above 0, or None")
+
+
+def check_functions(**functions: object) -> None:
+    """Raise unless each setting is a function or None."""
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
+
+
+def checked_policy(policy: object) -> Policy:
+    """Return a policy object, or raise."""
+    if isinstance(policy, type) or not isinstance(policy, Policy):
+        raise InvalidSetting(
+            f"policy={policy!r} is not a policy; "
+            'use a name such as "even", Fixed([...]), or an object with init and update'
+        )
+    return policy
+
+
+def most_samples(micro_batch: Any, worker: int, workers: int) -> int | None:
+    """Return the largest part of a local batch on this worker, as `micro_batch` says."""
+    each_one = isinstance(micro_batch, list | tuple)
+    stated: list[int | None] = list(micro_batch) if each_one else [micro_batch] * workers
+    if len(stated) != workers:
+        raise InvalidSetting(
+            f"micro_batch={micro_batch!r} does not fit {workers} workers; "
+            "give one number, or one for each worker"
+        )
+    for most in stated:
+        if most is not None and not _is_number_of_samples(most):
+            raise InvalidSetting(
+                f"micro_batch={micro_batch!r} has {most!r}, which is not a number of samples; "
+                "give whole numbers from 1, or None for no limit"
+            )
+    return stated[worker]
+
+
+def _is_number_of_samples(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
