@@ -1,5 +1,6 @@
 """Loaders of all kinds: their settings, samplers and random augmentation."""
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -141,6 +142,18 @@ class Curriculum(Sampler[int]):
         yield from torch.randperm(5)
 
 
+class Private(Sampler[int]):
+    """Shuffles by a generator of its own, which is another one in each process."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(LENGTH))
+        random.Random(os.getpid()).shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
 def sampler_named(name: str) -> Any:
     weights = [1.0] * 5 + [0.0] * (LENGTH - 5)
     return {
@@ -150,6 +163,7 @@ def sampler_named(name: str) -> Any:
         ),
         "replacement": lambda: RandomSampler(Numbered(), replacement=True, num_samples=24),
         "curriculum": Curriculum,
+        "private": Private,
     }[name]()
 
 
@@ -183,6 +197,12 @@ def test_a_sampler_is_drawn_once_for_all_workers_and_splits(workers: Workers, na
     if name == "weighted":
         assert set(three) <= set(range(5))
         assert three != joined(workers.run(train_with_sampler, "own seed", [8], 4, workers=1))
+
+
+def test_only_worker_0_draws(workers: Workers) -> None:
+    three = joined(workers.run(train_with_sampler, "private", [5, 0, 3], 4, workers=3))
+    assert sorted(three[:LENGTH]) == sorted(three[LENGTH:]) == list(range(LENGTH))
+    assert three[:LENGTH] != list(range(LENGTH))
 
 
 def sampler_resume(

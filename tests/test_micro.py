@@ -48,9 +48,15 @@ class Memory:
     def __init__(self, worker: int, most: int, place: str) -> None:
         self.worker, self.most, self.place = worker, most, place
         self.failures = 0
+        self.calls = 0
 
     def need(self, worker: int, samples: int, place: str) -> None:
-        if (worker, place) == (self.worker, self.place) and samples > self.most:
+        if (worker, place) != (self.worker, self.place):
+            return
+        self.calls += 1
+        if self.calls == 40:
+            self.most = 1  # less is free than before
+        if samples > self.most:
             self.failures += 1
             raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
 
@@ -125,7 +131,8 @@ def test_a_lack_of_memory_is_met_by_smaller_parts_on_that_worker_alone(
     assert all(len(step) == 1 for step in quiet)
     assert nothing == []
     assert parts[0] == [2, 2, 2, 2, 1]
-    assert failures == 3  # 9, 5, 3 samples in the first step, and never again
+    assert failures == 4  # with 9, 5, 3 samples in the first step, and later once with 2
+    assert set(parts[-2]) == {1}
     assert len(told) == 1
     assert "worker 1 ran out of memory with 9 samples at once and goes on in parts of 2" in told[0]
 
