@@ -225,7 +225,7 @@ def weighted_by_the_plan() -> Any:
     """Break it on purpose: weights by the plan, though a part is exhausted."""
 
     def by_plan(self: Counts, *_: Any) -> None:
-        self._table = torch.tensor([3.0, 6.0], dtype=torch.float64)
+        self._counts = (3.0, 6.0)
 
     with patch.object(Counts, "begin", by_plan):
         return train_stream(Part, 0, [3, 6], 1)

@@ -1,6 +1,6 @@
 """Counts: the denominator of each worker's loss, from which its weight follows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ class Counts:
         self._liveness = liveness
         self._function = function
         self._step = 0
-        self._table = torch.zeros(0, dtype=torch.float64)
-        self._work: dist.Work | None = None
+        self._counts: Sequence[float] = ()
+        self._collecting: tuple[dist.Work, torch.Tensor] | None = None
 
     def begin(self, batch: Batch, contents: Any) -> None:
         """A batch is handed out to this worker."""
@@ -41,12 +41,14 @@ class Counts:
         samples = batch.split[self._cluster.worker]
         if self._function is None:
             _check_samples(batch.step, samples, contents)
-            self._table = torch.tensor(batch.split, dtype=torch.float64)
+            self._counts = batch.split
             return
-        self._table = torch.zeros(self._cluster.workers, dtype=torch.float64)
-        self._table[self._cluster.worker] = self.of(contents) if samples else 0.0
+        table = torch.zeros(self._cluster.workers, dtype=torch.float64)
+        table[self._cluster.worker] = self.of(contents) if samples else 0.0
         with self._liveness.watch(self._doing):
-            self._work = dist.all_reduce(self._table, group=self._cluster.control, async_op=True)
+            work = dist.all_reduce(table, group=self._cluster.control, async_op=True)
+        assert work is not None
+        self._collecting = (work, table)
 
     def of(self, contents: Any) -> float:
         """Return the count of a batch or a part of one, by the user's function."""
@@ -71,24 +73,25 @@ class Counts:
     @property
     def own(self) -> float:
         """This worker's count."""
-        return float(self._all()[self._cluster.worker])
+        return self._all()[self._cluster.worker]
 
     def weights(self) -> tuple[float, ...]:
         """Return every worker's weight."""
         try:
-            return weights(self._all().tolist())
+            return weights(self._all())
         except ZeroDivisionError:
             raise InvalidSetting(
                 f"count gave 0 on every worker in step {self._step}, so the mean loss has no "
                 "meaning; leave such samples out of the data set, or raise global_batch"
             ) from None
 
-    def _all(self) -> torch.Tensor:
-        if self._work is not None:
+    def _all(self) -> Sequence[float]:
+        if self._collecting is not None:
+            work, table = self._collecting
             with self._liveness.watch(self._doing):
-                self._work.wait()
-            self._work = None
-        return self._table
+                work.wait()
+            self._counts, self._collecting = table.tolist(), None
+        return self._counts
 
     @property
     def _doing(self) -> str:
@@ -97,11 +100,13 @@ class Counts:
 
 def _check_samples(step: int, samples: int, contents: Any) -> None:
     """Raise if nothing in a batch has the size of this worker's share."""
-    found = set(sizes(contents))
-    if samples and found and samples not in found:
+    if samples == 0 or any(size == samples for size in sizes(contents)):
+        return
+    found = sorted(set(sizes(contents)))
+    if found:
         raise InvalidSetting(
             f"this worker's share of step {step} is {samples} samples, but nothing in the batch "
-            f"has that size (found {sorted(found)}); if collate_fn leaves samples out, or the "
-            "loss is a mean over something else, pass Balancer(..., count=function), where "
-            "function(batch) returns what the loss is divided by"
+            f"has that size (found {found}); if collate_fn leaves samples out, or the loss is a "
+            "mean over something else, pass Balancer(..., count=function), where function(batch) "
+            "returns what the loss is divided by"
         )
