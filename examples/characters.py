@@ -7,8 +7,6 @@ Both are the same training: the losses that they print agree within rounding. Th
 `help("topics")` shows, the reference that comes with Python.
 """
 
-# ruff: noqa: T201 (an example prints)
-
 import argparse
 from itertools import islice
 from pydoc_data.topics import topics

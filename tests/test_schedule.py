@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from torch.utils.data import DataLoader
 
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, StateMismatch
 from poise.policy import Fixed
 from poise.torch import Balancer, BySamples
 from tests.cluster import Workers
@@ -69,6 +69,8 @@ def resumed() -> tuple[list[float], list[float], list[float]]:
             scheduler = BySamples(StepLR(optimizer, 2), balancer, 10)
             if state:
                 balancer.load_state_dict(state[0])
+                with pytest.raises(StateMismatch, match="samples_per_step=10 and is 20 now"):
+                    BySamples(StepLR(optimizer, 2), balancer, 20).load_state_dict(state[1])
                 scheduler.load_state_dict(state[1])
                 optimizer.load_state_dict(state[2])
             course = []

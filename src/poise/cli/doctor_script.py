@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from poise.cli.doctor_facts import Examination
 from poise.cli.doctor_worker import examine
-from poise.cli.user_script import check_script, command_line
 from poise.errors import InvalidSetting
+from poise.lab.user_script import check_script, command_line
 from poise.torch.balancer import Balancer
 from poise.torch.loader import lead
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from poise import __version__
-from poise.errors import PoiseError
+from poise.errors import InvalidSetting, PoiseError
 
 _FAILED = 2
 _INTERRUPTED = 130
@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_doctor(commands)
+    _add_verify(commands)
     return parser
 
 
@@ -63,6 +64,45 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     doctor.set_defaults(run=_doctor)
 
 
+def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Check that a script trains the same on unequal workers as in one process."
+    verify = commands.add_parser(
+        "verify",
+        help=text,
+        description=text + " The script runs unchanged for a few steps: twice in one process and "
+        "once on several local workers with unequal shares; gradients and weights are compared. "
+        'Says "same training", or names the first parameter that differs and the likely cause. '
+        "Exit code 0: the same; 1: not the same; 2: could not be verified.",
+        usage="poise verify [-h] [--workers N] [--steps K] SCRIPT [--workers N] [--steps K] "
+        "[--] [ARGS ...]",
+    )
+    _add_verify_options(verify)
+    verify.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="a training script, its args; -- before the args if they begin with one of the above",
+    )
+    verify.set_defaults(run=_verify, workers=3, steps=4)
+
+
+def _add_verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=_two_or_more,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="local processes that train with unequal shares (default 3)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_one_or_more,
+        metavar="K",
+        default=argparse.SUPPRESS,
+        help="steps to compare (default 4)",
+    )
+
+
 def _demo(_: argparse.Namespace) -> int:
     from poise.cli.demo import demo
 
@@ -73,6 +113,39 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from poise.cli.doctor import doctor
 
     return doctor(workers=arguments.workers, script=arguments.script)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from poise.cli.verify import verify
+
+    if not arguments.script:
+        raise InvalidSetting("verify needs a script; give the path of a Python file")
+    script, *words = arguments.script
+    ours, theirs = options_first(words)
+    options = argparse.ArgumentParser(prog="poise verify", add_help=False, allow_abbrev=False)
+    _add_verify_options(options)
+    options.parse_args(ours, namespace=arguments)
+    return verify(workers=arguments.workers, steps=arguments.steps, script=[script, *theirs])
+
+
+def options_first(words: list[str]) -> tuple[list[str], list[str]]:
+    """Part what follows a script's name: options of verify first, then words for the script.
+
+    >>> options_first(["--workers", "3", "--steps=2", "--lr", "1", "--steps", "9"])
+    (['--workers', '3', '--steps=2'], ['--lr', '1', '--steps', '9'])
+    >>> options_first(["--", "--steps", "9"])
+    ([], ['--steps', '9'])
+    """
+    end = 0
+    while end < len(words) and (option := words[end].split("=")[0]) in ("--workers", "--steps"):
+        end += 2 if words[end] == option else 1
+    return words[:end], words[end + 1 :] if words[end : end + 1] == ["--"] else words[end:]
+
+
+def _one_or_more(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps from 1 up")
+    return int(text)
 
 
 def _two_or_more(text: str) -> int:

@@ -254,7 +254,7 @@ class Balancer:
         if self._closed:
             raise OutOfOrder("mean was called after close; call it before")
         try:
-            number = float(value)
+            number = float(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError, RuntimeError):
             raise InvalidSetting(
                 f"mean got {value!r}; it takes a number or a tensor of one element"
@@ -338,7 +338,7 @@ class Balancer:
                     "for each call of the prepared model, model(x)"
                 )
         self._run.progress = self._run.progress.applied()
-        if self._most_samples is not None and not self._micro.used:
+        if self._most_samples is not None and not self._micro.used_for(self._run.progress.batch):
             raise OutOfOrder(
                 f"micro_batch={self._most_samples} is set, but the batch did not go through "
                 "`for part in balancer.micro_batches(batch):`; use it, or leave micro_batch out"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from poise.core.batch import Batch
 from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.torch.gradient_sums import GradientSums
 from poise.torch.module import Link
@@ -43,13 +44,16 @@ class MicroBatches:
         self._most = most_samples
         """Samples of one part; None: all of them, until that does not fit."""
         self._told = False
-        self.used = False
-        """Whether any batch was taken in parts."""
+        self._last: Batch | None = None
+        """The batch that was taken in parts last."""
+
+    def used_for(self, batch: Batch | None) -> bool:
+        """Whether this batch was taken in parts."""
+        return batch is self._last
 
     def of(self, batch: Any) -> Iterator["Part"]:
         """Yield the parts of the batch under way; then reduce their gradient."""
-        self.used = True
-        under_way = self._run.progress.batch_to_reduce()
+        under_way = self._last = self._run.progress.batch_to_reduce()
         samples = under_way.split[self._run.cluster.worker]
         if samples and self._slicer is None:
             samples = samples_in(batch) or samples  # collate_fn may have left some out

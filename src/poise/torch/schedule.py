@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, StateMismatch
 from poise.torch.balancer import Balancer
 
 
@@ -49,9 +49,18 @@ class BySamples:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's state and how far it has come."""
-        return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
+        return {
+            "scheduler": self.scheduler.state_dict(),
+            "steps": self._steps,
+            "samples_per_step": self._samples_per_step,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
+        if state["samples_per_step"] != self._samples_per_step:
+            raise StateMismatch(
+                f"the schedule was saved with samples_per_step={state['samples_per_step']} and is "
+                f"{self._samples_per_step} now, so it would jump; use the same number"
+            )
         self.scheduler.load_state_dict(state["scheduler"])
         self._steps = state["steps"]

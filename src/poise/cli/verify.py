@@ -1,0 +1,195 @@
+"""`poise verify`: whether a script trains the same on unequal workers as in one process."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+from poise.cli.requirements import require
+from poise.cli.worker_messages import WorkerEnded, receive
+from poise.environment import launched_as
+from poise.errors import InvalidSetting, WorkerLost
+from poise.lab.processes import local_workers
+from poise.lab.user_script import check_script
+
+if TYPE_CHECKING:
+    from poise.verify.causes import Cause
+    from poise.verify.comparison import Difference, Extent
+    from poise.verify.observation import Observation, Runs, Variant
+    from poise.verify.verdict import Verdict
+
+
+def verify(*, workers: int, steps: int, script: Sequence[str]) -> int:
+    """Print the verdict; return 0 if the training is the same, 1 if not.
+
+    Args:
+        workers: how many unequal workers train, as processes of this machine.
+        steps: how many steps they train.
+        script: a training script and its arguments.
+    """
+    require("torch", extra="torch")
+    if launched_as() is not None:
+        raise InvalidSetting("verify starts its own workers; run it without torchrun")
+    check_script(script)
+    from poise.verify.verdict import judge
+
+    console = Console(highlight=False)
+    with TemporaryDirectory(prefix="poise-verify-") as name:
+        bench = _Bench(console, Path(name), workers, steps, script)
+        runs = bench.runs()
+        verdict = judge(runs)
+        print_verdict(console, runs, verdict)
+        if verdict.difference is None:
+            return 0
+        if verdict.causes[0].stillable:
+            stilled = bench.runs(stilled=True)
+            print_rest(console, judge(stilled))
+    return 1
+
+
+def print_verdict(console: Console, runs: "Runs", verdict: "Verdict") -> None:
+    """Say whether it is the same training, and if not, what differs and why."""
+    if verdict.difference is None:
+        _print_same(console, runs, verdict.extent)
+    else:
+        what = escape(_described(verdict.difference))
+        _say(console, f"[bold red]NOT the same training[/]: {what} ({_workers(runs)})")
+        _print_causes(console, verdict.causes)
+
+
+def print_rest(console: Console, stilled: "Verdict") -> None:
+    """Say what is left to find without dropout and batch statistics."""
+    without = "without dropout and batch statistics"
+    if stilled.difference is None:
+        _say(console, f"[bold]nothing else[/]: {without} it is the same training")
+    else:
+        what = escape(_described(stilled.difference))
+        _say(console, f"[bold]something else, too[/]: {without}, {what}")
+        _print_causes(console, stilled.causes)
+
+
+class _Bench:
+    """Runs the script as often and in as many ways as the comparison needs."""
+
+    def __init__(
+        self, console: Console, directory: Path, workers: int, steps: int, script: Sequence[str]
+    ) -> None:
+        self._console = console
+        self._directory = directory
+        self._workers = workers
+        self._steps = steps
+        self._script = script
+
+    def runs(self, *, stilled: bool = False) -> "Runs":
+        """Train in one process, in one process with reordered samples, and on the workers."""
+        from poise.verify.observation import Runs, Variant
+        from poise.verify.split import unequal_split
+
+        (alone,) = self._run(Variant("alone", stilled), 1)
+        unequal_split(self._workers, alone.global_batch)  # raises before more time is spent
+        (reordered,) = self._run(Variant("reordered", stilled), 1)
+        return Runs(alone, reordered, tuple(self._run(Variant("shared", stilled), self._workers)))
+
+    def _run(self, variant: "Variant", workers: int) -> "list[Observation]":
+        from poise.verify.observation import read
+
+        command = [sys.executable, "-m", "poise.verify.worker"]
+        command += [str(self._directory), str(variant), str(self._steps), *self._script]
+        where = _where(variant, workers)
+        with self._console.status(f"Running {escape(self._script[0])} {where} ..."):
+            try:
+                with local_workers(command, workers) as processes:
+                    list(receive(processes))
+            except WorkerEnded as ended:
+                raise self._failure(variant, ended, where) from None
+        return [read(self._directory, variant, worker) for worker in range(workers)]
+
+    def _failure(self, variant: "Variant", ended: WorkerEnded, where: str) -> Exception:
+        from poise.verify.worker import culprit_file, errors_file, refusal_file
+
+        refusal, culprit = refusal_file(self._directory), culprit_file(self._directory)
+        if refusal.exists():
+            return InvalidSetting(refusal.read_text())
+        worker, who = ended.worker, str(ended)
+        if culprit.exists():  # others may have ended before it, since they wait for it
+            worker = int(culprit.read_text())
+            who = f"worker {worker}"
+        errors = errors_file(self._directory, variant, worker)
+        text = errors.read_text(errors="replace").strip() if errors.exists() else ""
+        return WorkerLost(
+            f"{self._script[0]} failed {where} ({who}), so it could not be verified; its stderr:\n"
+            f"{text or '(nothing)'}"
+        )
+
+
+def _where(variant: "Variant", workers: int) -> str:
+    how = {
+        "alone": "in one process",
+        "reordered": "in one process, with each batch in reversed order",
+        "shared": f"on {workers} workers",
+    }[variant.arrangement]
+    return f"{how}, without dropout and batch statistics" if variant.stilled else how
+
+
+def _print_same(console: Console, runs: "Runs", extent: "Extent") -> None:
+    from poise.verify.comparison import HALF
+
+    limit = (
+        f"in 16-bit precision up to {HALF.limit:.0e} is rounding; float32 shows more"
+        if runs.alone.autocast
+        else f"rounding alone gives {extent.rounding:.0e}"
+    )
+    _say(
+        console,
+        f"[bold green]same training[/]: {_steps(extent.steps)}, {_workers(runs)}; gradients "
+        f"differ by at most {extent.gradients:.0e} of the largest ({limit})",
+    )
+    if runs.alone.compressed:
+        _say(console, "The comm_hook was left out: it rounds, which is not what is compared here.")
+
+
+def _described(difference: "Difference") -> str:
+    from poise.verify.causes import percent
+
+    name, step, amount = f"`{difference.name}`", difference.step, percent(difference.amount)
+    return {
+        "start": f"{name} differs before the first step, by {amount} of the largest weight",
+        "gradient": f"the gradient of {name} differs in step {step}, by {amount} of the largest "
+        "gradient",
+        "setting": f"the optimizer's {name} differs in step {step}",
+        "update": f"the update of {name} differs in step {step}, by {amount} of the whole update",
+        "worker": f"after step {step}, {name} on worker {difference.worker} is not that of "
+        "worker 0",
+        "steps": f"step {step} is taken in some processes and not in others",
+    }[difference.kind]
+
+
+def _print_causes(console: Console, causes: "Sequence[Cause]") -> None:
+    for number, cause in enumerate(causes):
+        title = "likely cause" if number == 0 else "also possible"
+        _say(
+            console, f"[bold]{title}[/]: {escape(cause.name)}. {escape(_sentence(cause.evidence))}"
+        )
+        _say(console, f"[bold]what to do[/]: {escape(cause.advice)}")
+
+
+def _workers(runs: "Runs") -> str:
+    first = runs.shared[0]
+    shares = ", ".join(map(str, first.split))
+    return f"{first.workers} workers with {shares} of {first.global_batch} samples"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True)

@@ -1,0 +1,244 @@
+"""Notes on a training, taken from the inside: batches, gradients and weights of its first steps."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+
+from poise.core.batch import Batch
+from poise.environment import launched_as
+from poise.policy import Fixed
+from poise.torch.balancer import Balancer
+from poise.torch.run import Run
+from poise.verify.course import Course
+from poise.verify.observation import Observation, StepSeen, Values, Variant, kept
+from poise.verify.samples import digest, samples_of
+from poise.verify.split import unequal_split
+
+
+class Enough(BaseException):
+    """Leaves the script; no `except Exception` of the script catches it."""
+
+
+class Refused(BaseException):
+    """The script cannot be verified; the message says why."""
+
+
+class Observer:
+    """Takes notes of the first steps of one training on one worker, then leaves the script."""
+
+    def __init__(self, steps: int, variant: Variant, course: Course) -> None:
+        self.seen: Observation | None = None
+        """What was seen; None until the script prepares a Balancer."""
+        self.balancers: list[Balancer] = []
+        """All that the script made."""
+        self._steps = steps
+        self._variant = variant
+        self._course = course
+        self._compressed = False
+        self._watched: Balancer | None = None
+        self._names: dict[Tensor, str] = {}
+        self._generators: tuple[Any, ...] = ()
+
+    def settings(self, global_batch: int, stated: dict[str, Any]) -> dict[str, Any]:
+        """Return a Balancer's settings, with shares that suit the comparison."""
+        workers = _workers()
+        shared = self._variant.arrangement == "shared"
+        self._compressed = stated.get("comm_hook") is not None
+        limit = stated.get("micro_batch")
+        if isinstance(limit, list | tuple) and limit:  # as many limits as there are workers here
+            limit = [limit[worker % len(limit)] for worker in range(workers)]
+        return {
+            **stated,
+            "policy": Fixed(unequal_split(workers, global_batch)) if shared else "even",
+            "comm_hook": None,
+            "micro_batch": limit,
+        }
+
+    def prepared(
+        self, balancer: Balancer, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Begin to watch a training; a second one in the same script is left alone."""
+        if self._watched is not None:
+            return
+        self._watched = balancer
+        self._names = _names(models)
+        self.seen = Observation(
+            worker=balancer.worker,
+            workers=balancer.workers,
+            global_batch=balancer.plan.global_batch,
+            split=balancer.plan.split,
+            counted=balancer._run.counts.by_function,
+            compressed=self._compressed,
+        )
+        for number, optimizer in enumerate(optimizers):
+            which = f" of optimizer {number}" if len(optimizers) > 1 else ""
+            optimizer.register_step_pre_hook(self._before_update(which))
+            optimizer.register_step_post_hook(self._after_update)
+
+    def handed_out(self, run: Run, batch: Batch, contents: Any) -> None:
+        """The training loader is about to yield a batch: a step begins, or it is enough."""
+        if self._watched is None or run is not self._watched._run or self.seen is None:
+            return
+        if len(self.seen.steps) == self._steps:
+            self._watched.close()
+            raise Enough
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        self._course.begin(len(self.seen.steps), parameters)
+        idle = batch.split[self.seen.worker] == 0
+        samples = [] if idle else samples_of(contents, self._watched._slicer)
+        self.seen.steps.append(StepSeen(samples, before=self._weights()))
+        self._generators = _generator_states()
+
+    def bucket(self, bucket: GradBucket) -> None:
+        """Part of this worker's own gradient is there, and not yet weighted.
+
+        A later backward of the same step finds what earlier ones left in the bucket, so the last
+        one has all of it.
+        """
+        step = self._step
+        if step is None:
+            return
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._names.get(parameter)
+            if name is not None and name not in step.used:
+                step.local[name] = kept(gradient)
+
+    def weighted(self) -> None:
+        """The weights of the step are known."""
+        if self._step is not None and self._watched is not None:
+            self._step.weight = self._watched._run.counts.weights()[self._watched.worker]
+
+    @contextmanager
+    def forward(self, model: nn.Module) -> Iterator[None]:
+        """A prepared model runs."""
+        if self._variant.stilled:
+            _still(model)
+        watched = self._step is not None and model.training and torch.is_grad_enabled()
+        if watched:
+            self._look_at(model)
+            self._look_for_draws()
+        yield
+        if watched:
+            self._look_for_draws(in_model=True)
+
+    def autocast(self) -> None:
+        """Something runs in 16-bit precision."""
+        if self.seen is not None:
+            self.seen.autocast = True
+
+    @property
+    def _step(self) -> StepSeen | None:
+        """The step under way."""
+        return self.seen.steps[-1] if self.seen is not None and self.seen.steps else None
+
+    def _before_update(self, which: str) -> Callable[..., None]:
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            step = self._step
+            if step is None:
+                return
+            self._look_for_draws()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = self._names.get(parameter)
+                    if name is not None and parameter.grad is not None:
+                        step.used.setdefault(name, kept(parameter.grad))
+            step.settings.update(_numbers(optimizer, which))
+
+        return note
+
+    def _after_update(self, *_: Any) -> None:
+        step = self._step
+        if step is None:
+            return
+        step.after = self._weights()
+        step.digests = {
+            name: digest(parameter.detach().cpu().flatten())
+            for parameter, name in self._names.items()
+        }
+
+    def _weights(self) -> Values:
+        return {name: kept(parameter) for parameter, name in self._names.items()}
+
+    def _look_at(self, model: nn.Module) -> None:
+        assert self.seen is not None
+        for name, layer in model.named_modules():
+            if _normalizes_by_batch(layer) and name not in self.seen.batch_norms:
+                self.seen.batch_norms.append(name)
+            if self._drops(layer) and name not in self.seen.dropouts:
+                self.seen.dropouts.append(name)
+
+    def _drops(self, layer: nn.Module) -> bool:
+        active = isinstance(layer, _DropoutNd) and layer.training and layer.p > 0
+        return active and not self._variant.stilled
+
+    def _look_for_draws(self, *, in_model: bool = False) -> None:
+        """Note whether random numbers were drawn since the last look."""
+        assert self.seen is not None
+        before, self._generators = self._generators, _generator_states()
+        if before != self._generators:
+            self.seen.draws_in_model |= in_model
+            self.seen.draws_in_loop |= not in_model
+
+
+def _still(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
+            layer.eval()
+        if isinstance(layer, nn.RNNBase):
+            layer.dropout = 0.0
+
+
+def _normalizes_by_batch(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+
+
+def _workers() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    launch = launched_as()
+    return launch.workers if launch else 1
+
+
+def _names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
+    return {
+        parameter: f"models[{number}].{name}" if len(models) > 1 else name
+        for number, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _numbers(optimizer: Optimizer, which: str) -> dict[str, float]:
+    """Return the numbers that an optimizer is set to."""
+    groups = optimizer.param_groups
+    return {
+        f"{key}{f' of group {number}' if len(groups) > 1 else ''}{which}": float(value)
+        for number, group in enumerate(groups)
+        for key, value in group.items()
+        if _is_number(value)
+    }
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _generator_states() -> tuple[Any, ...]:
+    """Return the states of the global random generators."""
+    numpy_state: Any = np.random.get_state()
+    states = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    if torch.accelerator.is_available():
+        states.append(torch.get_device_module().get_rng_state().cpu().numpy().tobytes())
+    return (*states, numpy_state[1].tobytes(), *numpy_state[2:])
