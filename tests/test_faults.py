@@ -38,7 +38,10 @@ def test_a_worker_that_raises_is_named_with_its_error(workers: Workers) -> None:
         check_named(outcomes[worker], "step 4", "ValueError: injected fault")
 
 
-@pytest.mark.parametrize(("kind", "step"), [("kill", 6), ("exit", 0), ("kill", 1)])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [pytest.param("kill", 6, marks=pytest.mark.slow), ("exit", 0), ("kill", 1)],
+)
 def test_a_worker_that_dies_is_named(workers: Workers, kind: Any, step: int) -> None:
     """In step 1 the others wait in forward, where buckets are agreed on."""
     fault = Fault(worker=1, step=step, kind=kind)
@@ -80,6 +83,7 @@ def slow_evaluation(pause_s: float) -> Log:
     return train_balanced(RECIPE, after_step=evaluate)
 
 
+@pytest.mark.slow
 def test_a_long_evaluation_on_worker_0_is_not_taken_for_death(workers: Workers) -> None:
     outcomes = workers.attempt(slow_evaluation, 5.0, workers=3)
     assert [outcome.error for outcome in outcomes] == [""] * 3

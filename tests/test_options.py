@@ -171,7 +171,7 @@ def killed_under_a_hook(name: str) -> None:
     train_balanced(recipe, Fixed([2, 3, 7]), after_step=kill, hang_s=30)
 
 
-@pytest.mark.parametrize("name", ["fp16", "powerSGD"])
+@pytest.mark.parametrize("name", ["fp16", pytest.param("powerSGD", marks=pytest.mark.slow)])
 def test_a_worker_that_dies_under_a_hook_is_named(workers: Workers, name: str) -> None:
     outcomes = workers.attempt(killed_under_a_hook, name, workers=3)
     for worker in (0, 2):

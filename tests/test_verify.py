@@ -132,6 +132,7 @@ def test_the_command_says_same_training(capsys: pytest.CaptureFixture[str]) -> N
     assert said.err == ""
 
 
+@pytest.mark.slow
 def test_the_command_names_what_differs_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     script = str(SCRIPTS / "loss_sum.py")
     assert main(["verify", "--workers", "2", "--steps", "1", script]) == 1
