@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.policy import Fixed
 from poise.torch import Balancer
-from poise.torch.slicing import sizes, sliced
+from poise.torch.slicing import samples_left, sizes, sliced
 from tests.cluster import Workers
 from tests.test_counts import (
     CASES,
@@ -232,6 +232,52 @@ def test_parts_without_a_token_and_a_slicer_of_the_users(workers: Workers, slice
     assert all(distance(found, expected) < EXACT for found in results)
 
 
+def train_lists(split: list[int], micro_batch: int | None) -> Weights:
+    """The batch is a list of samples, each of them a sequence of six tokens."""
+    model, optimizer = new_model()
+    data = torch.utils.data.TensorDataset(Sentences().tokens[:, :6])
+    with Balancer(10, policy=Fixed(split), micro_batch=micro_batch) as balancer:
+        collate = lambda samples: [row for (row,) in samples]  # noqa: E731
+        loader = DataLoader(data, 10, collate_fn=collate)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for batch in shares:
+            for part in balancer.micro_batches(batch):
+                with part as rows:
+                    stacked = torch.stack(rows) if rows else torch.zeros(0, 6, dtype=torch.long)
+                    shared(stacked).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(shared)
+
+
+def test_a_list_of_samples_is_cut_between_samples(workers: Workers) -> None:
+    (whole,) = workers.run(train_lists, [10], None, workers=1)
+    for found in workers.run(train_lists, [8, 2], 3, workers=2):
+        assert distance(found, whole) < EXACT
+
+
+def train_filtered_in_parts() -> Weights:
+    collate, loss_of, count = CASES["filtered"]
+    model, optimizer = new_model()
+    with Balancer(10, policy=Fixed(SPLITS), count=count, micro_batch=2) as balancer:
+        loader = DataLoader(Sentences(), 10, shuffle=True, collate_fn=collate)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for _ in balancer.epochs(4):
+            for batch in shares:
+                for part in balancer.micro_batches(batch):
+                    with part as (inputs, targets):
+                        loss_of(shared, inputs, targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return weights(shared)
+
+
+def test_parts_of_a_batch_that_lost_samples(workers: Workers) -> None:
+    expected = train_alone("filtered")
+    for found in workers.run(train_filtered_in_parts, workers=3):
+        assert distance(found, expected) < EXACT
+
+
 class Branches(nn.Module):
     """Which branch a sample takes depends on the sample; one is never taken."""
 
@@ -354,7 +400,7 @@ def test_parts_that_are_used_wrongly_are_refused(workers: Workers) -> None:
         "with part as (x, y)",
         "was not used",
         "without a backward",
-        "without a gradient summed over the workers for step 0",
+        "was left before its last part",
         "micro_batch=3 is set, but the batch did not go through",
         "no_sync adds up gradients before they are weighted",
         "an error of the script's own",
@@ -386,4 +432,10 @@ def test_batches_of_all_forms_are_sliced() -> None:
     assert sliced(([six] * 2, [{"a": six}] * 2), 2, 0, 1)[1] == [{"a": six}]
     with pytest.raises(InvalidSetting, match=r"holds a tensor of shape \(3, 2\).*slicer="):
         sliced((torch.ones(2), six), 2, 0, 1)
+    with pytest.raises(InvalidSetting, match="unclear whether these are 3 samples or 3 parts"):
+        sliced([six, six, six], 3, 0, 1)
+    with pytest.raises(InvalidSetting, match="how many are left is unclear"):
+        samples_left([six, six], 8)
+    assert samples_left((six, torch.ones(3)), 8) == 3
+    assert samples_left([torch.ones(6)] * 8, 8) == 8
     assert set(sizes((six, ["a"]))) == {3, 2, 1}

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from poise.core.order import Order
 from poise.core.weight import Scaling
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, OutOfOrder
 from poise.policy import Fixed
 from poise.torch import Balancer
 from tests.cluster import Workers
@@ -28,6 +28,8 @@ from tests.training import (
     Log,
     Recipe,
     Weights,
+    build,
+    dataset,
     distance,
     plain_batches,
     plain_gradient,
@@ -139,8 +141,6 @@ def test_scaling_around_a_hook_does_not_overflow(workers: Workers) -> None:
 
 
 def parts_with_hook(name: str) -> Weights:
-    from tests.training import build, dataset
-
     model, optimizer, _ = build(FLOAT32)
     hook = HOOKS[name][0]()
     with Balancer(12, policy=Fixed([2, 3, 7]), comm_hook=hook, micro_batch=[2, 2, 3]) as balancer:
@@ -177,6 +177,56 @@ def test_a_worker_that_dies_under_a_hook_is_named(workers: Workers, name: str) -
     for worker in (0, 2):
         assert "worker 1" in outcomes[worker].error, outcomes[worker].error
         assert "poise: " in outcomes[worker].stderr
+
+
+def hooks_with_a_state() -> list[str]:
+    """Several models, and buckets of two kinds, under a hook that knows buckets by number."""
+    messages = []
+    hook = (full_rank(), powerSGD_hook)
+    with Balancer(8, comm_hook=hook) as balancer:
+        loader = DataLoader(adversarial_data(), 8)
+        with pytest.raises(InvalidSetting) as several:
+            balancer.prepare(*generator_and_discriminator(), loader)
+        messages.append(str(several.value))
+    with Balancer(8, comm_hook=hook) as balancer:
+        model = nn.Linear(2, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        batch = next(iter(shares))
+        shared(batch[0]).mean().backward()
+        with pytest.raises(InvalidSetting) as mixed:
+            in_parts(balancer, shared, batch)
+        messages.append(str(mixed.value))
+    return messages
+
+
+def in_parts(balancer: Balancer, model: nn.Module, batch: Any) -> None:
+    for part in balancer.micro_batches(batch):
+        with part as (real, _):
+            model(real).mean().backward()
+
+
+def test_a_hook_with_a_state_keeps_to_one_layout_of_buckets(workers: Workers) -> None:
+    several, mixed = workers.run(hooks_with_a_state, workers=1)[0]
+    assert "would mix those of several models" in several
+    assert "micro_batches and plain backwards have different buckets" in mixed
+
+
+def frozen_later() -> str:
+    model, optimizer, _ = build(LONG)
+    with Balancer(12) as balancer:
+        loader = DataLoader(dataset(LONG), 12)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        inputs, targets, _ = next(iter(shares))
+        model[0].requires_grad_(False)  # type: ignore[index]
+        nn.functional.cross_entropy(shared(inputs), targets).backward()
+        with pytest.raises(OutOfOrder) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+def test_parameters_frozen_after_prepare_are_named_as_the_reason(workers: Workers) -> None:
+    assert "frozen after prepare" in workers.run(frozen_later, workers=1)[0]
 
 
 @pytest.mark.parametrize("hook", [3, ("state", "not a function"), (1, 2, 3)])
@@ -245,8 +295,6 @@ def test_two_models_that_train_against_each_other_are_exact(workers: Workers) ->
 
 
 def train_with_two_optimizers() -> Weights:
-    from tests.training import build, dataset
-
     model, _, _ = build(LONG)
     first = torch.optim.SGD(model[0].parameters(), 0.05)  # type: ignore[index]
     last = torch.optim.SGD(model[2].parameters(), 0.01)  # type: ignore[index]
@@ -268,8 +316,6 @@ def test_several_optimizers_share_a_model(workers: Workers) -> None:
 
 
 def train_with_two_optimizers_alone() -> Weights:
-    from tests.training import build, dataset
-
     model, _, _ = build(LONG)
     optimizer = torch.optim.SGD(
         [

@@ -164,6 +164,75 @@ def resume_own(processes: int, states: bytes) -> Any:
     return train_stream(Resumable, processes, [3, 1, 6], 2, pickle.loads(states)[launch.worker])
 
 
+PLACES = {
+    "exhausted": ([0, 12], [12, 16]),  # saved when worker 1's part is over
+    "unreduced": ([0, 12], [12, 18]),  # saved before the backward of such a step
+    "left early": ([0, 12], [12, 24]),  # saved in the epoch after one that was left
+}
+
+
+def save_at(case: str) -> tuple[Seen, Any]:
+    """Train on four samples a step until the case is reached; return what counts, and a state."""
+    model, optimizer = new_model()
+    launch = launched_as()
+    assert launch is not None
+    data = Resumable()
+    data.start, data.stop = PLACES[case][launch.worker]
+    processes = 2 if case == "left early" else 0
+    with Balancer(4) as balancer:
+        loader = DataLoader(data, 4, num_workers=processes)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        seen: Seen = []
+        for epoch in balancer.epochs(2):
+            for inputs, targets, numbers in shares:
+                if case == "unreduced" and len(seen) == 4:
+                    return seen, balancer.state_dict()
+                seen.append(numbers.tolist())
+                (shared(inputs) - targets).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if case == "left early" and len(seen) == 4 * (1 - epoch) + epoch:
+                    if epoch == 1:
+                        return seen, balancer.state_dict()
+                    seen = []
+                    break
+                if case == "exhausted" and len(seen) == 4:
+                    return seen, balancer.state_dict()
+    raise AssertionError("not reached")
+
+
+def go_on_from(case: str, states: bytes) -> Seen:
+    model, optimizer = new_model()
+    launch = launched_as()
+    assert launch is not None
+    data = Resumable()
+    data.start, data.stop = PLACES[case][launch.worker]
+    state = pickle.loads(states)[launch.worker]
+    with Balancer(4) as balancer:
+        loader = DataLoader(data, 4, num_workers=2 if case == "left early" else 0)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        balancer.load_state_dict(state)
+        seen: Seen = []
+        for _ in balancer.epochs(state["epoch"] + 1):
+            for inputs, targets, numbers in shares:
+                seen.append(numbers.tolist())
+                (shared(inputs) - targets).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+
+@pytest.mark.parametrize("case", list(PLACES))
+def test_every_sample_of_an_epoch_is_used_once_however_it_was_saved(
+    workers: Workers, case: str
+) -> None:
+    first = workers.run(save_at, case, workers=2)
+    states = pickle.dumps([state for _, state in first])
+    rest = workers.run(go_on_from, case, states, workers=2)
+    for worker, (start, stop) in enumerate(PLACES[case]):
+        assert sorted(chain(*first[worker][0], *rest[worker])) == list(range(start, stop))
+
+
 def refused_states() -> list[str]:
     launch = launched_as()
     assert launch is not None

@@ -73,6 +73,15 @@ def test_the_cause_of_a_difference_is_named(workers: Workers, tmp_path: Path, na
     assert BROKEN[name][1] in cause.evidence
 
 
+def test_weights_that_the_script_changes_by_itself_are_compared(
+    workers: Workers, tmp_path: Path
+) -> None:
+    verdict = judge(run_all(workers, tmp_path, "own_update"))
+    assert verdict.difference is not None
+    assert verdict.difference.kind in ("update", "worker")
+    assert verdict.difference.name == "0.weight"
+
+
 NOISY = {
     "batch_norm": ("BatchNorm", "`1`"),
     "dropout_layer": ("dropout", "`2`"),
@@ -224,8 +233,8 @@ def test_a_large_tensor_is_kept_in_part() -> None:
     assert torch.equal(kept(torch.arange(200_000)), torch.arange(0, 200_000, 4))
 
 
-def fingerprints(batch: Any) -> list[Any]:
-    found = samples_of(batch, None)
+def fingerprints(batch: Any, samples: int) -> list[Any]:
+    found = samples_of(batch, samples, None)
     assert found is not None
     return found
 
@@ -233,7 +242,7 @@ def fingerprints(batch: Any) -> list[Any]:
 def test_samples_are_told_apart_in_any_form_of_batch() -> None:
     whole = {"x": torch.arange(12.0).view(4, 3), "name": ["a", "b", "c", "d"]}
     part = {"x": torch.arange(6.0, 12.0).view(2, 3), "name": ["c", "e"]}
-    ones, others = fingerprints(whole), fingerprints(part)
+    ones, others = fingerprints(whole, 4), fingerprints(part, 2)
     assert same_sample(ones[2], others[0])
     assert not same_sample(ones[3], others[1]), "one name is another"
     assert not same_sample(ones[2], others[1])
@@ -245,17 +254,17 @@ def test_padding_is_no_difference(side: str) -> None:
         parts = [torch.tensor(each) for each in sequences]
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_side=side)
 
-    long = fingerprints(padded([5, 6, 7], [1, 2, 3, 4, 4, 6]))
-    short = fingerprints(padded([5, 6, 7], [1, 8]))
-    alone = fingerprints(padded([5, 6, 7]))
+    long = fingerprints(padded([5, 6, 7], [1, 2, 3, 4, 4, 6]), 2)
+    short = fingerprints(padded([5, 6, 7], [1, 8]), 2)
+    alone = fingerprints(padded([5, 6, 7]), 1)
     assert same_sample(long[0], short[0])
     assert same_sample(long[0], alone[0])
     assert not same_sample(long[1], short[1])
 
 
 def test_a_batch_of_unknown_form_is_not_compared() -> None:
-    assert samples_of(object(), None) is None
-    assert samples_of((torch.zeros(4, 2), torch.zeros(3)), None) is None
+    assert samples_of(object(), 4, None) is None
+    assert samples_of((torch.zeros(4, 2), torch.zeros(3)), 4, None) is None
 
 
 def values(numbers: Tensor) -> dict[str, Tensor]:

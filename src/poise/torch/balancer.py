@@ -180,6 +180,11 @@ class Balancer:
         models = _as_list(model)
         optimizers = _as_list(optimizer)
         check_models(models)
+        if self._inner is not None and self._inner.state is not None and len(models) > 1:
+            raise InvalidSetting(
+                "comm_hook has a state, which remembers buckets by their number, and would mix "
+                "those of several models; use a hook without a state, or one model"
+            )
         check_optimizers(optimizers, models)
         check_loader(loader)
         orders = self._orders_of(loader)
@@ -191,6 +196,7 @@ class Balancer:
             self._models = [
                 SharedModule(each, self._run, self._ddp_options, self._inner) for each in models
             ]
+        self._trained = [p for each in models for p in each.parameters() if p.requires_grad]
         self._micro = MicroBatches(
             self._run,
             [(each.module, each._link) for each in self._models],
@@ -330,6 +336,24 @@ class Balancer:
         return True
 
     def _after_optimizer_step(self, *_: Any) -> None:
+        try:
+            self._check_reduced()
+        except OutOfOrder:
+            if any(not parameter.requires_grad for parameter in self._trained):
+                raise OutOfOrder(
+                    "some parameters were frozen after prepare, and DistributedDataParallel "
+                    "waits for their gradients; freeze them before, or use "
+                    'Balancer(..., ddp={"find_unused_parameters": True})'
+                ) from None
+            raise
+
+    def _check_reduced(self) -> None:
+        """Raise unless the gradient that an optimizer used is that of the global batch."""
+        if self._micro.unfinished:
+            raise OutOfOrder(
+                "the loop over balancer.micro_batches(batch) was left before its last part, so "
+                "its gradient is not summed over the workers; take all parts"
+            )
         for tally in self._run.tallies:
             if tally.backwards > tally.reduced:
                 raise OutOfOrder(

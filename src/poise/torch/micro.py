@@ -20,7 +20,7 @@ from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.torch.gradient_sums import GradientSums
 from poise.torch.module import Link
 from poise.torch.run import Run
-from poise.torch.slicing import Slicer, samples_in, sliced
+from poise.torch.slicing import Slicer, samples_left, sliced
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
 """What a RuntimeError says when an allocation fails: accelerators, CPU, and libraries on them."""
@@ -46,6 +46,8 @@ class MicroBatches:
         self._told = False
         self._last: Batch | None = None
         """The batch that was taken in parts last."""
+        self.unfinished = False
+        """Whether the loop over the parts was left before the last one."""
 
     def used_for(self, batch: Batch | None) -> bool:
         """Whether this batch was taken in parts."""
@@ -55,8 +57,9 @@ class MicroBatches:
         """Yield the parts of the batch under way; then reduce their gradient."""
         under_way = self._last = self._run.progress.batch_to_reduce()
         samples = under_way.split[self._run.cluster.worker]
-        if samples and self._slicer is None:
-            samples = samples_in(batch) or samples  # collate_fn may have left some out
+        if samples and self._slicer is None and self._run.counts.by_function:
+            samples = samples_left(batch, samples)
+        self.unfinished = True
         total = self._run.counts.own
         sums = GradientSums(self._run, self._models)
         start, counted, tried = 0, 0.0, 0
@@ -87,6 +90,7 @@ class MicroBatches:
         if tried:
             self._tell(tried)
         sums.reduce()
+        self.unfinished = False
 
     def _cut(self, batch: Any, samples: int, start: int, stop: int) -> Any:
         if stop - start == samples:

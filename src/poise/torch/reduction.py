@@ -59,6 +59,8 @@ class Reduction:
         self._tally = tally
         self._inner = inner
         self._statistics = RunningStatistics(model)
+        self._layout: type | None = None
+        """Where the buckets of a hook with a state come from."""
         self._backward = _Backward(step=0, weights=(1.0,), worker=0)
 
     def hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
@@ -106,6 +108,8 @@ class Reduction:
             return lambda: gradient
         backward = self._backward
         scaling = averaged(backward.weights, backward.worker)
+        if self._inner.state is not None:
+            self._check_layout(bucket)
         _scale(gradient, scaling.before)
         group = self._run.cluster.gradients
         state = group if self._inner.state is None else self._inner.state
@@ -126,6 +130,15 @@ class Reduction:
             return gradient.copy_(future.value()).mul_(scaling.after)
 
         return scaled_back
+
+    def _check_layout(self, bucket: GradBucket) -> None:
+        """Raise if buckets come from elsewhere than before: the hook knows them by number."""
+        self._layout = self._layout or type(bucket)
+        if type(bucket) is not self._layout:
+            raise InvalidSetting(
+                "comm_hook has a state, which remembers buckets by their number; micro_batches "
+                "and plain backwards have different buckets: use one of them for all batches"
+            )
 
     def _launch(self, part: Tensor) -> None:
         """Weight in place and start the sum."""

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from poise.errors import InvalidSetting
 
+PAIR = 2
+"""Input and target: a batch of two tensors is these, and not two samples."""
+
 Slicer = Callable[[Any, int, int], Any]
 """slicer(batch, start, stop) returns the samples start .. stop - 1 of a batch."""
 
@@ -57,13 +60,21 @@ def tensors(batch: Any) -> Iterator[Tensor]:
         yield from tensors(part)
 
 
-def samples_in(batch: Any) -> int | None:
-    """Return how many samples a batch has, by its first tensor, array or list; None if unknown."""
-    if isinstance(batch, Tensor | np.ndarray):
-        return len(batch) if batch.ndim else None
-    if isinstance(batch, list | tuple) and not _holds_arrays(batch):
-        return len(batch)
-    return next((n for part in _parts(batch) if (n := samples_in(part)) is not None), None)
+def samples_left(batch: Any, asked: int) -> int:
+    """Return how many samples a batch has of those it was asked to have.
+
+    A collate_fn may leave some out. Then all tensors and arrays in it must have the same length.
+    """
+    if asked in _lengths(batch):
+        return asked
+    lengths = {len(each) for each in _arrays(batch) if each.ndim}
+    if len(lengths) != 1 or (isinstance(batch, list) and _look_alike(batch)):
+        raise InvalidSetting(
+            f"a batch of {asked} samples has lost some, and how many are left is unclear from "
+            f"the lengths {sorted(set(_lengths(batch)))} in it; use Balancer(..., "
+            "slicer=function), called as function(batch, start, stop)"
+        )
+    return lengths.pop()
 
 
 def _part(batch: Any, samples: int, start: int, stop: int) -> Any:
@@ -108,6 +119,12 @@ def _lists_samples(batch: Any, samples: int) -> bool:
     if samples == 1:
         return not isinstance(batch[0], Tensor | np.ndarray)
     if any(isinstance(each, Tensor | np.ndarray) for each in batch):
+        if samples > PAIR and all(_is_part(each, samples) for each in batch) and _look_alike(batch):
+            raise InvalidSetting(
+                f"the batch is {samples} tensors of the same shape, which begin with {samples}: "
+                f"it is unclear whether these are {samples} samples or {samples} parts; use "
+                "Balancer(..., slicer=function), called as function(batch, start, stop)"
+            )
         return not any(_is_part(each, samples) for each in batch)
     return not all(_is_part(each, samples) for each in batch)
 
@@ -132,9 +149,30 @@ def _parts(batch: Any) -> list[Any]:
     return []
 
 
-def _holds_arrays(batch: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether a list or tuple is the batch's parts: tensors, arrays or lists, side by side."""
-    return any(isinstance(part, Tensor | np.ndarray | list | tuple | Mapping) for part in batch)
+def _look_alike(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether values are tensors or arrays of one shape and type, as samples are."""
+    kinds = {(each.shape, each.dtype) if _is_array(each) else None for each in values}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _lengths(batch: Any) -> Iterator[int]:
+    """Yield the length of every list, tuple, tensor and array in a batch."""
+    if _is_plain_sequence(batch) or (_is_array(batch) and batch.ndim):
+        yield len(batch)
+    for part in _parts(batch):
+        yield from _lengths(part)
+
+
+def _arrays(batch: Any) -> Iterator[Any]:
+    """Yield every tensor and array in a batch."""
+    if _is_array(batch):
+        yield batch
+    for part in _parts(batch):
+        yield from _arrays(part)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray)
 
 
 def _is_plain_sequence(value: Any) -> bool:

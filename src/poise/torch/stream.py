@@ -66,13 +66,15 @@ class StreamLoader:
     def __iter__(self) -> Iterator[Any]:
         resumed = self._resumed
         self._resumed = False
+        if not resumed:
+            self.states, self.states_before = {}, {}
         epoch, step, position = self._pace.begin(resumed=resumed)
         self._start = step
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         fetching = iter(self._loader)
         self._first.states = {}
-        empty: Any = None
+        form: Any = None
         exhausted = False
         while True:
             fetched: Fetched | None = None if exhausted else next(fetching, None)
@@ -82,13 +84,12 @@ class StreamLoader:
             split = tuple(int(row[0]) for row in taken)
             if not any(split):
                 break
+            self._note(fetched)
             if fetched is not None:
-                contents, empty = fetched.contents, fetched.contents
-                self._note(fetched)
-            elif empty is None:
-                raise _no_sample_at_all(self._control.worker)
+                contents = form = fetched.contents
             else:
-                contents = without_samples(empty, self._slicer)
+                form = self._form() if form is None else form
+                contents = without_samples(form, self._slicer)
             batch = Batch(step=step, epoch=epoch, start=position, split=split)
             self._pace.hand_out(batch, contents)
             yield contents
@@ -105,9 +106,26 @@ class StreamLoader:
         self._resumed = True
         self._loader = self._made()
 
-    def _note(self, fetched: "Fetched") -> None:
+    def _form(self) -> Any:
+        """Return a batch of one sample, to show the form of one without.
+
+        Needed when a pass begins after the end of this worker's part: in a resumed one, a sample
+        from the beginning serves.
+        """
+        if hasattr(self.dataset, "state_dict"):
+            place = self.dataset.state_dict()
+            sample = next(iter(self.dataset), None)
+            self.dataset.load_state_dict(place)  # type: ignore[attr-defined]
+            if sample is not None:
+                return self._users.collate_fn([sample])
+        raise InvalidSetting(
+            f"worker {self._control.worker}'s part of the stream has no sample at all, so no "
+            "empty batch of its form can be made; give every worker at least one sample"
+        )
+
+    def _note(self, fetched: "Fetched | None") -> None:
         self.states_before = dict(self.states)
-        if fetched.state is not None:
+        if fetched is not None and fetched.state is not None:
             self.states[fetched.process] = fetched.state
 
     def _made(self) -> DataLoader[Any]:
@@ -228,10 +246,3 @@ class EvaluationPace:
 
     def end(self) -> None:
         """Nothing to note."""
-
-
-def _no_sample_at_all(worker: int) -> InvalidSetting:
-    return InvalidSetting(
-        f"worker {worker}'s part of the stream has no sample at all, so no empty batch of its "
-        "form can be made; give every worker at least one sample"
-    )

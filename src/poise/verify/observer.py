@@ -89,13 +89,15 @@ class Observer:
         """The training loader is about to yield a batch: a step begins, or it is enough."""
         if self._watched is None or run is not self._watched._run or self.seen is None:
             return
+        if self._step is not None and self._step.after:
+            self._after_update()  # the script may have changed weights by itself since then
         if len(self.seen.steps) == self._steps:
             self._watched.close()
             raise Enough
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._course.begin(len(self.seen.steps), parameters)
-        idle = batch.split[self.seen.worker] == 0
-        samples = [] if idle else samples_of(contents, self._watched._slicer)
+        share = batch.split[self.seen.worker]
+        samples = samples_of(contents, share, self._watched._slicer) if share else []
         self.seen.steps.append(StepSeen(samples, before=self._weights()))
         self._generators = _generator_states()
 

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from poise.errors import InvalidSetting
-from poise.torch.slicing import Slicer, samples_in, sliced
+from poise.torch.slicing import Slicer, samples_left, sliced
 from poise.verify.observation import Leaf
 
 _TIME = 2
 """Dimensions, with the sample's own, of a sample that can be padded at one end."""
 
 
-def samples_of(contents: Any, slicer: Slicer | None) -> list[list[Leaf]] | None:
-    """Return the fingerprints of every sample of a batch; None if it cannot be taken apart."""
-    count = samples_in(contents)
-    if count is None:
-        return None
+def samples_of(contents: Any, asked: int, slicer: Slicer | None) -> list[list[Leaf]] | None:
+    """Return the fingerprints of every sample of a batch that was asked to have that many.
+
+    None if it cannot be taken apart.
+    """
     try:
+        count = asked if slicer is not None else samples_left(contents, asked)
         return [
             [_leaf(each) for each in _leaves(_sample(contents, slicer, count, number))]
             for number in range(count)
