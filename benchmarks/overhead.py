@@ -545,7 +545,7 @@ def watching_our_code(watch: Stopwatch) -> Iterator[None]:
         (Balancer, "_after_optimizer_step", "optimizer hook"),
         (Liveness, "_say", "heartbeat"),
         (seeding.SeededDataset, "__getitems__", "seeding of samples"),
-        (TensorDataset, "__getitem__", _NOT_OURS),
+        (seeding.SeededDataset, "_fetch", _NOT_OURS),  # the loop that DataLoader has otherwise
         (dist.ProcessGroup, "allreduce", _LAUNCH),
         (DistributedDataParallel, "__call__", _NOT_OURS),
         (DataLoader, "__iter__", _NOT_OURS),

@@ -59,19 +59,22 @@ class SeededDataset(Dataset[Any]):
         if _fetches_batches(self._dataset):
             fetched: Sequence[Any] = self._dataset.__getitems__(wanted.samples)
             return fetched
-        seeds = sample_seeds(self._seed, wanted.epoch, np.array(wanted.samples))
         while True:
             untouched = [each for each in GENERATORS if each not in self._used]
             with _all_set_aside():
-                samples = self._fetch(wanted.samples, seeds)
+                samples = self._fetch_seeded(wanted) if self._used else self._fetch(wanted)
                 newly_used = [each for each in untouched if each.moved()]
             if not newly_used:
                 return samples
             self._used.extend(newly_used)
 
-    def _fetch(self, samples: list[int], seeds: list[int]) -> list[Any]:
+    def _fetch(self, wanted: Wanted) -> list[Any]:
+        return [self._dataset[sample] for sample in wanted.samples]
+
+    def _fetch_seeded(self, wanted: Wanted) -> list[Any]:
+        seeds = sample_seeds(self._seed, wanted.epoch, np.array(wanted.samples))
         fetched = []
-        for sample, seed in zip(samples, seeds, strict=True):
+        for sample, seed in zip(wanted.samples, seeds, strict=True):
             for generator in self._used:
                 generator.seed(seed)
             fetched.append(self._dataset[sample])
