@@ -168,6 +168,7 @@ PLACES = {
     "exhausted": ([0, 12], [12, 16]),  # saved when worker 1's part is over
     "unreduced": ([0, 12], [12, 18]),  # saved before the backward of such a step
     "left early": ([0, 12], [12, 24]),  # saved in the epoch after one that was left
+    "left early, two processes": ([0, 12], [12, 24]),
 }
 
 
@@ -178,7 +179,7 @@ def save_at(case: str) -> tuple[Seen, Any]:
     assert launch is not None
     data = Resumable()
     data.start, data.stop = PLACES[case][launch.worker]
-    processes = 2 if case == "left early" else 0
+    processes = 2 if "processes" in case else 0
     with Balancer(4) as balancer:
         loader = DataLoader(data, 4, num_workers=processes)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
@@ -191,7 +192,7 @@ def save_at(case: str) -> tuple[Seen, Any]:
                 (shared(inputs) - targets).pow(2).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if case == "left early" and len(seen) == 4 * (1 - epoch) + epoch:
+                if "left early" in case and len(seen) == 4 * (1 - epoch) + epoch:
                     if epoch == 1:
                         return seen, balancer.state_dict()
                     seen = []
@@ -209,7 +210,7 @@ def go_on_from(case: str, states: bytes) -> Seen:
     data.start, data.stop = PLACES[case][launch.worker]
     state = pickle.loads(states)[launch.worker]
     with Balancer(4) as balancer:
-        loader = DataLoader(data, 4, num_workers=2 if case == "left early" else 0)
+        loader = DataLoader(data, 4, num_workers=2 if "processes" in case else 0)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         balancer.load_state_dict(state)
         seen: Seen = []

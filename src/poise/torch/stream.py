@@ -6,6 +6,7 @@ the step. A worker whose part is exhausted goes on with weight 0 until all are.
 """
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
@@ -53,6 +54,9 @@ class StreamLoader:
         self._slicer = slicer
         self._first = _FirstPass(loader.worker_init_fn)
         self._resumed = False
+        self._left = False
+        """Whether a pass has begun and not come to its end."""
+        self._beginning = deepcopy(_state_of(self.dataset))
         self._start = 0
         self._loader = self._made()
         self.states: dict[int, Any] = {}
@@ -67,11 +71,12 @@ class StreamLoader:
         resumed = self._resumed
         self._resumed = False
         if not resumed:
-            self.states, self.states_before = {}, {}
+            self._begin_anew()
         epoch, step, position = self._pace.begin(resumed=resumed)
         self._start = step
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+        self._left = True
         fetching = iter(self._loader)
         self._first.states = {}
         form: Any = None
@@ -95,6 +100,7 @@ class StreamLoader:
             yield contents
             step, position = batch.step + 1, batch.stop
         self.states, self.states_before = {}, {}
+        self._left = False
         self._pace.end()
 
     def resume(self, states: dict[int, Any]) -> None:
@@ -105,6 +111,12 @@ class StreamLoader:
         self._first.states = dict(states)
         self._resumed = True
         self._loader = self._made()
+
+    def _begin_anew(self) -> None:
+        """Start at the beginning, also where the data set itself would go on."""
+        self.states, self.states_before = {}, {}
+        if self._left and self._users.num_workers == 0 and self._beginning is not None:
+            self.dataset.load_state_dict(deepcopy(self._beginning))  # type: ignore[attr-defined]
 
     def _form(self) -> Any:
         """Return a batch of one sample, to show the form of one without.
@@ -173,9 +185,15 @@ class _Collate:
     def __call__(self, samples: list[Any]) -> Fetched:
         process = get_worker_info()
         dataset = self._dataset if process is None else process.dataset
-        state = dataset.state_dict() if hasattr(dataset, "state_dict") else None
-        number = 0 if process is None else process.id
-        return Fetched(len(samples), number, state, self._collate(samples))
+        state = _state_of(dataset)
+        if process is None:  # nothing pickles the state here, and the data set may go on using it
+            return Fetched(len(samples), 0, deepcopy(state), self._collate(samples))
+        return Fetched(len(samples), process.id, state, self._collate(samples))
+
+
+def _state_of(dataset: Any) -> Any:
+    """Return where a data set stands; None if it cannot say."""
+    return dataset.state_dict() if hasattr(dataset, "state_dict") else None
 
 
 class _FirstPass:
