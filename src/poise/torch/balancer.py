@@ -19,6 +19,7 @@ from poise.engine.bsp import Engine
 from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning
 from poise.policy import Policy, policy_named
 from poise.torch.checks import (
+    as_list,
     check_epoch,
     check_loader,
     check_models,
@@ -177,8 +178,8 @@ class Balancer:
                 "prepare was called before; make one Balancer per training, and pass several "
                 "models or optimizers together: prepare([model, other], [opt, other_opt], loader)"
             )
-        models = _as_list(model)
-        optimizers = _as_list(optimizer)
+        models = as_list(model)
+        optimizers = as_list(optimizer)
         check_models(models)
         if self._inner is not None and self._inner.state is not None and len(models) > 1:
             raise InvalidSetting(
@@ -458,7 +459,3 @@ class Balancer:
                 PoiseWarning,
                 stacklevel=3,
             )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]

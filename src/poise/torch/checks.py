@@ -36,6 +36,11 @@ def check_model(model: object) -> nn.Module:
     return model
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return what prepare takes one or several of, as a list."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def check_models(models: Sequence[object]) -> None:
     """Raise unless each model can be prepared, and they have nothing in common."""
     if not models:

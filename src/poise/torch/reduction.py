@@ -20,8 +20,6 @@ from poise.core.weight import averaged
 from poise.errors import Disagreement, InvalidSetting
 from poise.torch.run import Run, Tally
 
-PAIR = 2
-
 
 @dataclass(frozen=True)
 class InnerHook:
@@ -33,9 +31,13 @@ class InnerHook:
     @staticmethod
     def of(hook: Any) -> "InnerHook | None":
         """Read Balancer's `comm_hook`: a hook, or (state, hook)."""
-        if hook is None:
-            return None
-        state, call = hook if isinstance(hook, tuple) and len(hook) == PAIR else (None, hook)
+        match hook:
+            case None:
+                return None
+            case (state, call):
+                pass
+            case call:
+                state = None
         if not callable(call):
             raise InvalidSetting(
                 f"comm_hook={hook!r} is not a communication hook; give a function of "

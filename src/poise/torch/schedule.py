@@ -4,6 +4,7 @@ from typing import Any
 
 from poise.errors import InvalidSetting, StateMismatch
 from poise.torch.balancer import Balancer
+from poise.torch.settings import is_number_of_samples
 
 
 class BySamples:
@@ -18,8 +19,7 @@ class BySamples:
     """
 
     def __init__(self, scheduler: Any, balancer: Balancer, samples_per_step: int) -> None:
-        whole = isinstance(samples_per_step, int) and not isinstance(samples_per_step, bool)
-        if not whole or samples_per_step < 1:
+        if not is_number_of_samples(samples_per_step):
             raise InvalidSetting(
                 f"samples_per_step={samples_per_step!r} is not a number of samples; give the "
                 "global batch that the schedule was written for"

@@ -8,7 +8,7 @@ from poise.policy import Policy
 
 def check_settings(global_batch: object, idle: object, hang_s: object) -> None:
     """Raise unless sizes, names and times are what they should be."""
-    if not _is_number_of_samples(global_batch):
+    if not is_number_of_samples(global_batch):
         raise InvalidSetting(
             f"global_batch={global_batch!r} is not a number of samples; give a whole number from 1"
         )
@@ -46,7 +46,7 @@ def most_samples(micro_batch: Any, worker: int, workers: int) -> int | None:
             "give one number, or one for each worker"
         )
     for most in stated:
-        if most is not None and not _is_number_of_samples(most):
+        if most is not None and not is_number_of_samples(most):
             raise InvalidSetting(
                 f"micro_batch={micro_batch!r} has {most!r}, which is not a number of samples; "
                 "give whole numbers from 1, or None for no limit"
@@ -54,5 +54,6 @@ def most_samples(micro_batch: Any, worker: int, workers: int) -> int | None:
     return stated[worker]
 
 
-def _is_number_of_samples(value: object) -> bool:
+def is_number_of_samples(value: object) -> bool:
+    """Whether a value is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -48,7 +48,7 @@ def sizes(batch: Any) -> Iterator[int]:
         yield from batch.shape[:2]
     elif isinstance(batch, list | tuple):
         yield len(batch)
-    for part in _parts(batch):
+    for part in parts(batch):
         yield from sizes(part)
 
 
@@ -56,7 +56,7 @@ def tensors(batch: Any) -> Iterator[Tensor]:
     """Yield every tensor in a batch."""
     if isinstance(batch, Tensor):
         yield batch
-    for part in _parts(batch):
+    for part in parts(batch):
         yield from tensors(part)
 
 
@@ -75,6 +75,17 @@ def samples_left(batch: Any, asked: int) -> int:
             "slicer=function), called as function(batch, start, stop)"
         )
     return lengths.pop()
+
+
+def parts(batch: Any) -> list[Any]:
+    """Return what a list, tuple, dict or dataclass holds; nothing for anything else."""
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, list | tuple):
+        return list(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return []
 
 
 def _part(batch: Any, samples: int, start: int, stop: int) -> Any:
@@ -135,18 +146,8 @@ def _is_part(value: Any, samples: int) -> bool:
         return value.ndim > 0 and len(value) == samples
     if _is_plain_sequence(value):
         return len(value) == samples
-    parts = list(_parts(value))
-    return bool(parts) and all(_is_part(part, samples) for part in parts)
-
-
-def _parts(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    if isinstance(batch, list | tuple):
-        return list(batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    return []
+    held = parts(value)
+    return bool(held) and all(_is_part(part, samples) for part in held)
 
 
 def _look_alike(values: list[Any] | tuple[Any, ...]) -> bool:
@@ -159,7 +160,7 @@ def _lengths(batch: Any) -> Iterator[int]:
     """Yield the length of every list, tuple, tensor and array in a batch."""
     if _is_plain_sequence(batch) or (_is_array(batch) and batch.ndim):
         yield len(batch)
-    for part in _parts(batch):
+    for part in parts(batch):
         yield from _lengths(part)
 
 
@@ -167,7 +168,7 @@ def _arrays(batch: Any) -> Iterator[Any]:
     """Yield every tensor and array in a batch."""
     if _is_array(batch):
         yield batch
-    for part in _parts(batch):
+    for part in parts(batch):
         yield from _arrays(part)
 
 

@@ -1,8 +1,7 @@
 """Fingerprints of the samples of a batch, to tell whether two runs trained on the same data."""
 
-import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from poise.errors import InvalidSetting
-from poise.torch.slicing import Slicer, samples_left, sliced
+from poise.torch.slicing import Slicer, parts, samples_left, sliced
 from poise.verify.observation import Leaf
 
 _TIME = 2
@@ -64,17 +63,11 @@ def _leaves(sample: Any) -> Iterator[Tensor]:
         yield sample
     elif isinstance(sample, np.ndarray) and sample.dtype.kind in "biufc":
         yield torch.from_numpy(np.ascontiguousarray(sample))
-    elif isinstance(sample, Mapping):
-        for value in sample.values():
-            yield from _leaves(value)
-    elif isinstance(sample, list | tuple):
-        for value in sample:
-            yield from _leaves(value)
-    elif dataclasses.is_dataclass(sample):
-        for part in dataclasses.fields(sample):
-            yield from _leaves(getattr(sample, part.name))
     elif isinstance(sample, str | bytes | int | float):
         yield torch.tensor(list(repr(sample).encode()), dtype=torch.uint8)
+    else:
+        for part in parts(sample):
+            yield from _leaves(part)
 
 
 def _leaf(tensor: Tensor) -> Leaf:

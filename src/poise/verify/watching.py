@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from poise.core.batch import Batch
 from poise.torch.balancer import Balancer
-from poise.torch.checks import is_stream
+from poise.torch.checks import as_list, is_stream
 from poise.torch.loader import ShareLoader, TrainingSource
 from poise.torch.module import SharedModule
 from poise.torch.reduction import Reduction
@@ -78,7 +78,7 @@ def _preparing(observer: Observer, original: Callable[..., Any]) -> Callable[...
                 "the data set is a stream, of which every worker reads its own part, so one "
                 "process has other global batches than several; verify with a map-style data set"
             )
-        observer.prepared(self, _as_list(model), _as_list(optimizer))
+        observer.prepared(self, as_list(model), as_list(optimizer))
         return prepared
 
     return prepare
@@ -155,7 +155,3 @@ def _replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]
         yield
     finally:
         setattr(owner, name, original)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
