@@ -1,19 +1,57 @@
-"""Plans: a split and the step from which it holds."""
+"""Plans: a split, what is predicted of it, and the step from which it holds."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from poise.core.split import Split, apportion
+from poise.core.limits import Limits
+from poise.core.split import Split, apportion, check_split, even_split, optimal_split
+from poise.core.timing import Bound, Floats, SpeedModel
+from poise.errors import OutOfOrder
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """What a speed model says of splits."""
+
+    model: SpeedModel
+    limits: Limits
+    poured_s: float
+    """The step time at which samples are poured: more is in vain, less leaves some over."""
+
+    def bounds(self, split: Split) -> tuple[Bound, ...]:
+        """Return what bounds each worker.
+
+        Min or max: its local batch would be smaller or larger without that bound. Otherwise what
+        decides its time: compute, communication or input.
+        """
+        room, _ = self.model.capacity(self.poured_s)
+        inner = self.model.bounds(split)
+        found: list[Bound] = []
+        for worker, local in enumerate(split):
+            if local == self.limits.low[worker] and room[worker] < local:
+                found.append("min")
+            elif local == self.limits.high[worker] and room[worker] > local:
+                found.append("max")
+            else:
+                found.append(inner[worker])
+        return tuple(found)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who gets how many samples, from which step on."""
+    """Who gets how many samples, from which step on, and how long a step is to take."""
 
     split: Split
     """Local batches, one per worker."""
     start_step: int = 0
     """The first step that uses this split."""
+    learning_rate_factor: float = 1.0
+    """What the user's learning rate is multiplied by."""
+    why: str = field(default="", compare=False)
+    """One sentence for people."""
+    forecast: Forecast | None = field(default=None, compare=False, repr=False)
+    """None where no speeds are known."""
 
     @property
     def global_batch(self) -> int:
@@ -25,9 +63,38 @@ class Plan:
         """Each worker's part of the global batch; they add up to 1."""
         return tuple(local / self.global_batch for local in self.split)
 
+    @property
+    def step_s(self) -> float:
+        """The predicted step time."""
+        return self.predict(self.split)
+
+    @property
+    def local_s(self) -> Floats:
+        """For each worker, how long a step takes at least because of it."""
+        return self._predictions.model.local_s(self.split)
+
+    @property
+    def bound(self) -> tuple[Bound, ...]:
+        """What bounds each worker: compute, communication, input, min or max."""
+        return self._predictions.bounds(self.split)
+
+    def predict(self, split: Sequence[int]) -> float:
+        """Return the step time of a split, in seconds."""
+        checked = check_split(split, len(self.split), sum(split))
+        return self._predictions.model.step_s(checked)
+
     def scaled(self, global_batch: int) -> "Plan":
         """Return the plan that divides another global batch by the same shares."""
         return Plan(apportion(self.split, global_batch), self.start_step)
+
+    @property
+    def _predictions(self) -> Forecast:
+        if self.forecast is None:
+            raise OutOfOrder(
+                "this plan predicts nothing, since no speeds are known; "
+                "use poise.plan with workers whose times are given"
+            )
+        return self.forecast
 
 
 @dataclass(frozen=True)
@@ -52,3 +119,14 @@ class Timetable:
         """Return the timetable with a plan that replaces all later ones."""
         kept = tuple(known for known in self.plans if known.start_step < plan.start_step)
         return Timetable((*kept, plan))
+
+
+def best_plan(model: SpeedModel, limits: Limits, global_batch: int) -> Plan:
+    """Return the plan with the shortest step."""
+    best = optimal_split(model, global_batch, limits)
+    return Plan(best.split, forecast=Forecast(model, limits, best.poured_s))
+
+
+def even_plan(plan: Plan) -> Split:
+    """Return the even split of a plan's global batch, which plain data parallelism uses."""
+    return even_split(len(plan.split), plan.global_batch)
