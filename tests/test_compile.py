@@ -1,6 +1,7 @@
 """torch.compile with local batches of changing size."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from poise.core.observation import Observation
+from poise.core.observation import Event, Observation
 from poise.core.split import Split
 from poise.engine.bsp import Engine
 from poise.policy import Fixed
-from poise.policy.base import Schedule
+from poise.policy.base import Decision, Schedule
 from poise.torch import Balancer
 from tests.cluster import Workers
 from tests.training import Weights, distance, weights
@@ -93,6 +94,7 @@ class Restless:
     """An online policy that wants another split after every step it sees."""
 
     online = True
+    state_type = int
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -100,10 +102,10 @@ class Restless:
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, int]:
         return {0: (3, GLOBAL - 3)}, 3
 
-    def update(self, state: int, observation: Observation) -> tuple[Split | None, int]:
-        self.seen.append(observation.step)
+    def update(self, state: int, events: Sequence[Event]) -> tuple[Decision | None, int]:
+        self.seen += [event.step for event in events if isinstance(event, Observation)]
         state = 3 + (state + 1) % 7
-        return (state, GLOBAL - state), state
+        return Decision((state, GLOBAL - state)), state
 
 
 def train_while_compiling() -> tuple[list[int], list[bool], list[Split]]:
@@ -141,8 +143,9 @@ def test_a_plan_holds_while_a_worker_compiles(workers: Workers) -> None:
 def test_a_step_in_which_a_worker_compiled_is_not_learned_from() -> None:
     policy = Restless()
     _, engine = Engine(policy, 2, GLOBAL).start()
-    assert engine.update(Observation(0, (3, 20), compiling=(1,))) == (None, engine)
+    assert engine.update([Observation(0, (3, 20), compiling=(1,))], 2) == (None, engine)
     assert policy.seen == []
-    split, _ = engine.update(Observation(1, (3, 20)))
-    assert split is not None
+    plan, _ = engine.update([Observation(1, (3, 20))], 3)
+    assert plan is not None
+    assert plan.start_step == 3
     assert policy.seen == [1]

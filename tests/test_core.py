@@ -7,14 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poise.core.batch import Batch, batches, steps_per_epoch
-from poise.core.observation import Observation
 from poise.core.plan import Plan, Timetable
 from poise.core.split import apportion, check_split, even_split
 from poise.core.weight import weights
-from poise.engine.bsp import Engine
 from poise.engine.progress import Progress
 from poise.errors import InfeasibleSplit, InvalidSetting, OutOfOrder
-from poise.policy import Even, Fixed, Policy, policy_named
+from poise.policy import Fixed
 
 shares = st.lists(st.integers(0, 200), min_size=1, max_size=12).filter(sum)
 
@@ -174,36 +172,3 @@ def test_an_epoch_ends_only_when_its_samples_are_consumed() -> None:
 def test_a_wrong_schedule_is_refused(splits: dict[int, list[int]], message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         Fixed(splits)
-
-
-def test_the_engine_checks_what_a_policy_says() -> None:
-    class Wrong:
-        online = True
-
-        def init(self, workers: int, global_batch: int) -> tuple[dict[int, tuple[int, ...]], None]:
-            return {0: even_split(workers, global_batch)}, None
-
-        def update(self, state: None, observation: Observation) -> tuple[tuple[int, ...], None]:
-            return (observation.step, 1), None
-
-    timetable, engine = Engine(Wrong(), 2, 8).start()
-    assert timetable.at(0).split == (4, 4)
-    assert engine.update(Observation(step=7, split=(4, 4)))[0] == (7, 1)
-    with pytest.raises(InvalidSetting, match="adds up to 9"):
-        engine.update(Observation(step=8, split=(4, 4)))
-
-
-@pytest.mark.parametrize("policy", [Even(), Fixed([3, 5])])
-def test_policies_that_learn_nothing_never_change(policy: Policy) -> None:
-    assert not policy.online
-    _, state = policy.init(2, 8)
-    assert policy.update(state, Observation(step=0, split=(3, 5))) == (None, state)
-
-
-def test_auto_is_a_clear_error_until_live_balancing_exists() -> None:
-    with pytest.raises(
-        InvalidSetting, match=r'policy="auto" needs live balancing.*use policy="even"'
-    ):
-        policy_named("auto")
-    with pytest.raises(InvalidSetting, match="'fast' is unknown"):
-        policy_named("fast")

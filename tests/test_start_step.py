@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from poise.core.observation import Observation
+from poise.core.observation import Event, Observation
 from poise.core.order import Order
 from poise.core.split import Split, even_split
+from poise.policy import Decision
 from poise.torch import Balancer
 from tests.cluster import Workers
 from tests.test_exactness import EXACT, random_splits
@@ -31,19 +33,22 @@ class Restless:
     """
 
     online = True
+    state_type = tuple[int, int]
 
     def init(self, workers: int, global_batch: int) -> tuple[dict[int, Split], tuple[int, int]]:
         return {0: even_split(workers, global_batch)}, (workers, global_batch)
 
     def update(
-        self, state: tuple[int, int], observation: Observation
-    ) -> tuple[Split | None, tuple[int, int]]:
+        self, state: tuple[int, int], events: Sequence[Event]
+    ) -> tuple[Decision | None, tuple[int, int]]:
         workers, global_batch = state
+        (observation,) = events
+        assert isinstance(observation, Observation)
         chance = random.Random(os.getpid() * 1_000_003 + observation.step)
         if chance.random() < 0.1:
             return None, state
         drawn = [chance.randrange(workers) for _ in range(global_batch)]
-        return tuple(drawn.count(worker) for worker in range(workers)), state
+        return Decision(tuple(drawn.count(worker) for worker in range(workers))), state
 
 
 def train_with_leads(policy: Any, leads: tuple[tuple[int, int], ...]) -> Log:

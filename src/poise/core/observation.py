@@ -1,16 +1,108 @@
 """What the workers report and a policy decides on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from poise.core.split import Split
+from poise.core.timing import Floats
+from poise.errors import InvalidSetting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Observation:
-    """One step as all workers saw it."""
+    """One step as all workers saw it, in arrays with one row per worker.
+
+    None means that nobody measures it; NaN, that this worker did not: a worker that is silent in
+    a step has a row of NaN. Times are each worker's own: no clocks are compared.
+    """
 
     step: int
     split: Split
     """The split that this step was trained with."""
+    epoch: int = 0
     compiling: tuple[int, ...] = ()
     """Workers on which torch.compile was at work since their last report."""
+    ready_s: Floats | None = None
+    """Workers x buckets: seconds from the end of the worker's previous reduction until it hands
+    over each bucket, without waiting for input."""
+    done_s: Floats | None = None
+    """Workers x buckets: the same until the reduction of each bucket is done."""
+    wait_s: Floats | None = None
+    """Seconds the worker waited for input."""
+    input_s: Floats | None = None
+    """Seconds per sample that the worker's loader takes, if its queue was empty."""
+    memory_bytes: Floats | None = None
+    """The worker's peak memory in this step."""
+    memory_limit_bytes: Floats | None = None
+    """The memory it has."""
+    local_sqnorms: Floats | None = None
+    """Squared norms of the workers' own gradients, each the mean over its samples."""
+    global_sqnorm: float | None = None
+    """Squared norm of the gradient of the global batch."""
+
+    def times(self, who: str) -> Floats:
+        """Return the ready times, or raise if they are missing or no times."""
+        if self.ready_s is None:
+            raise InvalidSetting(
+                f"{who} decides on measured times, and step {self.step} has none; "
+                "measure ready_s, or use a policy that needs no times"
+            )
+        return self.ready_s
+
+    def check(self) -> None:
+        """Raise unless every number can be what it says it is."""
+        for name in (
+            "ready_s",
+            "done_s",
+            "wait_s",
+            "input_s",
+            "memory_bytes",
+            "memory_limit_bytes",
+        ):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if len(values) != len(self.split):
+                raise InvalidSetting(
+                    f"step {self.step} has {name} of {len(values)} workers and a split over "
+                    f"{len(self.split)}; report one row per worker, NaN where nothing is known"
+                )
+            wrong = np.argwhere((values < 0) | np.isinf(values))
+            if wrong.size:
+                place = tuple(int(index) for index in wrong[0])
+                raise InvalidSetting(
+                    f"step {self.step} has {name}={values[place]} on worker {place[0]}; "
+                    "give a finite number from 0 up, or NaN for not measured"
+                )
+
+
+@dataclass(frozen=True)
+class Change:
+    """Workers joined or left, or the global batch is another one, from here on.
+
+    >>> Change.of(3, global_batch=64, left=[1], joined=1)
+    Change(origin=(0, 2, None), global_batch=64)
+    """
+
+    origin: tuple[int | None, ...]
+    """For each worker the number it had before; None for one that is new."""
+    global_batch: int
+
+    @staticmethod
+    def of(
+        workers: int, *, global_batch: int, left: Sequence[int] = (), joined: int = 0
+    ) -> "Change":
+        """Make the change of a cluster that some workers leave and some join at the end."""
+        stay = [worker for worker in range(workers) if worker not in left]
+        origin = (*stay, *[None] * joined)
+        if len(stay) != workers - len(set(left)) or not origin:
+            raise InvalidSetting(
+                f"workers {list(left)} left a cluster of {workers}, and {joined} joined; "
+                "name workers that were there, and keep at least one"
+            )
+        return Change(origin, global_batch)
+
+
+Event = Observation | Change

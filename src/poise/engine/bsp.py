@@ -1,12 +1,16 @@
-"""The engine of synchronous training: from a policy's word to plans with a start step."""
+"""The engine of synchronous training: from what happened to plans with a start step."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from poise.core.observation import Observation
+from poise.core.observation import Change, Event, Observation
+from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan, Timetable
-from poise.core.split import Split, check_split
-from poise.policy import Policy
+from poise.core.split import check_split
+from poise.engine.adaptation import Adaptation, AdaptationState
+from poise.errors import InvalidSetting
+from poise.policy import Decision, Forecasting, Policy
 
 
 @dataclass(frozen=True)
@@ -16,27 +20,110 @@ class Engine:
     policy: Policy
     workers: int
     global_batch: int
+    adapt: Adaptation | None = None
+    """Lets the global batch follow the gradient noise; None: it stays what it is."""
+    start_batch: int = 0
+    """The global batch at the start, for which the user chose the learning rate."""
     state: Any = None
+    """The policy's."""
+    adapted: AdaptationState | None = None
 
     def start(self) -> tuple[Timetable, "Engine"]:
         """Return the plans known before the first step, and the engine ready to learn."""
+        if self.workers < 1:
+            raise InvalidSetting(f"there are {self.workers} workers; training needs at least 1")
+        if self.adapt is not None and not isinstance(self.policy, Forecasting):
+            raise InvalidSetting(
+                f"the policy {type(self.policy).__name__} cannot predict step times, and without "
+                'them no global batch can be chosen; use policy="auto"'
+            )
         schedule, state = self.policy.init(self.workers, self.global_batch)
         plans = tuple(
             Plan(check_split(schedule[step], self.workers, self.global_batch), step)
             for step in sorted(schedule)
         )
-        return Timetable(plans), replace(self, state=state)
+        adapted = None if self.adapt is None else self.adapt.start(self.global_batch)
+        engine = replace(self, start_batch=self.global_batch, state=state, adapted=adapted)
+        return Timetable(plans), engine
 
-    def update(self, observation: Observation) -> tuple[Split | None, "Engine"]:
-        """Learn from one step; return a new split, or None to keep the one in effect.
+    def update(self, events: Sequence[Event], start_step: int) -> tuple[Plan | None, "Engine"]:
+        """Learn from what happened; return a plan, or None to keep the one in effect.
 
-        The driver makes it a plan, since it alone knows the first step that can still change.
-        A step in which a worker compiled says nothing of its speed: the policy does not see it,
-        and the split stays.
+        start_step is the first step that can still change, which the driver alone knows. A step
+        in which a worker compiled says nothing of its speed: the policy does not see it, and the
+        split stays.
         """
-        if observation.compiling:
+        engine, seen = self._taken_in(events)
+        if not seen:
+            return None, engine
+        decision, engine = engine._decided(seen)
+        batch, engine = engine._another_batch()
+        if batch is not None:
+            engine = replace(engine, global_batch=batch)
+            decision, engine = engine._decided([Change(tuple(range(engine.workers)), batch)])
+        if decision is None:
+            return None, engine
+        split = check_split(decision.split, engine.workers, engine.global_batch)
+        factor = 1.0 if engine.adapted is None else engine.adapted.factor
+        plan = Plan(split, start_step, factor, why=decision.why, forecast=decision.forecast)
+        return plan, engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learned as plain values that survive JSON."""
+        return {
+            "workers": self.workers,
+            "global_batch": self.global_batch,
+            "start_batch": self.start_batch,
+            "policy": to_plain(self.state),
+            "adapted": to_plain(self.adapted),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> "Engine":
+        """Return the engine with what another one of the same policy had learned."""
+        return replace(
+            self,
+            workers=state["workers"],
+            global_batch=state["global_batch"],
+            start_batch=state["start_batch"],
+            state=from_plain(self.policy.state_type, state["policy"]),
+            adapted=state["adapted"] and from_plain(AdaptationState, state["adapted"]),
+        )
+
+    def _taken_in(self, events: Sequence[Event]) -> tuple["Engine", list[Event]]:
+        """Check what happened, and keep what concerns the policy."""
+        engine: Engine = self
+        seen: list[Event] = []
+        for event in events:
+            if isinstance(event, Change):
+                workers, global_batch = len(event.origin), event.global_batch
+                engine = replace(engine, workers=workers, global_batch=global_batch)
+                seen.append(event)
+            elif not event.compiling:
+                _check(event, engine.workers)
+                engine = engine._learned(event)
+                seen.append(event)
+        return engine, seen
+
+    def _learned(self, observation: Observation) -> "Engine":
+        if self.adapt is None or self.adapted is None:
+            return self
+        return replace(self, adapted=self.adapt.learn(self.adapted, observation))
+
+    def _decided(self, events: list[Event]) -> tuple[Decision | None, "Engine"]:
+        decision, state = self.policy.update(self.state, events)
+        return decision, replace(self, state=state)
+
+    def _another_batch(self) -> tuple[int | None, "Engine"]:
+        """Return a global batch that learns faster, if there is one."""
+        if self.adapt is None or self.adapted is None or not self.adapt.due(self.adapted):
             return None, self
-        split, state = self.policy.update(self.state, observation)
-        if split is not None:
-            split = check_split(split, self.workers, self.global_batch)
-        return split, replace(self, state=state)
+        assert isinstance(self.policy, Forecasting)
+        batch, adapted = self.adapt.choose(
+            self.adapted, self.policy.forecast(self.state), self.global_batch, self.start_batch
+        )
+        return batch, replace(self, adapted=adapted)
+
+
+def _check(observation: Observation, workers: int) -> None:
+    check_split(observation.split, workers, sum(observation.split))
+    observation.check()

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from poise.core.observation import Observation
+from poise.core.observation import Change, Event
 from poise.core.split import Split, check_split
 from poise.errors import InvalidSetting
-from poise.policy.base import Schedule
+from poise.policy.base import Decision, Schedule
 
 
 @dataclass(frozen=True, init=False)
@@ -22,6 +22,7 @@ class Fixed:
     splits: tuple[tuple[int, Split], ...]
     """(start step, split), in the order of steps."""
     online = False
+    state_type = type(None)
 
     def __init__(self, splits: Sequence[int] | Mapping[int, Sequence[int]]) -> None:
         by_step = splits if isinstance(splits, Mapping) else {0: splits}
@@ -41,8 +42,15 @@ class Fixed:
             step: check_split(split, workers, global_batch) for step, split in self.splits
         }, None
 
-    def update(self, state: None, observation: Observation) -> tuple[Split | None, None]:
-        """Nothing observed changes them."""
+    def update(self, state: None, events: Sequence[Event]) -> tuple[Decision | None, None]:
+        """Nothing observed changes them; another cluster or global batch needs other splits."""
+        for event in events:
+            if isinstance(event, Change):
+                raise InvalidSetting(
+                    f"Fixed has splits over {len(self.splits[0][1])} workers of "
+                    f"{sum(self.splits[0][1])} samples, and now there are {len(event.origin)} "
+                    f"workers and {event.global_batch} samples; use a policy that can follow"
+                )
         return None, None
 
 

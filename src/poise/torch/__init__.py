@@ -1,7 +1,7 @@
 """Poise for PyTorch: `Balancer` wraps a training script in three lines."""
 
-from poise.policy import Even, Fixed
+from poise.policy import Even, Fixed, Static
 from poise.torch.balancer import Balancer
 from poise.torch.schedule import BySamples
 
-__all__ = ["Balancer", "BySamples", "Even", "Fixed"]
+__all__ = ["Balancer", "BySamples", "Even", "Fixed", "Static"]

@@ -4,6 +4,7 @@ import atexit
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -17,7 +18,8 @@ from poise.core.order import check_seed
 from poise.core.plan import Plan
 from poise.engine.bsp import Engine
 from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning
-from poise.policy import Policy, policy_named
+from poise.policy import Policy
+from poise.records import Recorder
 from poise.torch.checks import (
     as_list,
     check_epoch,
@@ -69,12 +71,14 @@ class Balancer:
         ddp: Mapping[str, Any] | None = None,
         comm_hook: Any = None,
         hang_s: float | None = None,
+        record: str | PathLike[str] | None = None,
     ) -> None:
         """Join the process group that exists, or torchrun's, or train alone.
 
         Args:
             global_batch: samples per step, over all workers.
-            policy: "even", `Fixed([...])`, `Fixed({step: [...]})`, or a policy object.
+            policy: "even", `Fixed([...])`, `Fixed({step: [...]})`, `Static([...])`, or a policy
+                object.
             seed: chooses the order of samples and their augmentation, together with the epoch.
             count: a function of a batch that returns what its mean loss is divided by, such as
                 the number of tokens; None: the number of samples.
@@ -89,13 +93,15 @@ class Balancer:
                 of its state and the hook.
             hang_s: seconds after which a worker that others wait for counts as hanging;
                 None: 30 minutes, and for gradients in a group of your own its own limit.
+            record: a file to which worker 0 writes one row per step; it must not exist. None:
+                nothing is written.
         """
         check_settings(global_batch, idle, hang_s)
         check_functions(count=count, slicer=slicer)
         check_seed(seed)
         check_options(ddp or {})
         self._inner = InnerHook.of(comm_hook)
-        self._policy = policy_named(policy) if isinstance(policy, str) else checked_policy(policy)
+        self._policy = checked_policy(policy)
         self._global_batch = global_batch
         self._seed = seed
         self._slicer = slicer
@@ -109,11 +115,15 @@ class Balancer:
         self._orders: Orders | None = None
         self._loader: ShareLoader | StreamLoader | None = None
         self._optimizer_hooks: list[RemovableHandle] = []
+        self._recorded = record is not None
+        self._recorder: Recorder | None = None
         atexit.register(self._at_exit)
         engine = Engine(self._policy, self._cluster.workers, global_batch)
         try:
             self._most_samples = most_samples(micro_batch, self.worker, self.workers)
             timetable, self._engine = engine.start()
+            if record is not None and self.worker == 0:
+                self._recorder = Recorder(record, engine)
         except PoiseError as error:
             self.__exit__(type(error), error, None)
             raise
@@ -334,6 +344,8 @@ class Balancer:
         atexit.unregister(self._at_exit)
         for hook in self._optimizer_hooks:
             hook.remove()
+        if self._recorder is not None:
+            self._recorder.close()
         return True
 
     def _after_optimizer_step(self, *_: Any) -> None:
@@ -388,7 +400,13 @@ class Balancer:
     ) -> ShareLoader | StreamLoader:
         self._orders = orders
         leads = [int(row[0]) for row in self._control.table([lead(loader)], "prepare")]
-        exchange = Exchange(self._run, self._engine, max(leads))
+        exchange = Exchange(
+            self._run,
+            self._engine,
+            max(leads),
+            recorded=self._recorded,
+            recorder=self._recorder,
+        )
         if orders is None:
             pace = TrainingPace(self._run, exchange)
             return StreamLoader(loader, pace, self._control, self._slicer)
@@ -420,6 +438,7 @@ class Balancer:
             "the policy's first plans": plans,
             "the use of count": self._run.counts.by_function,
             "the use of comm_hook": self._inner is not None,
+            "the use of record": self._recorded,
             "the kind of data set": "a stream" if orders is None else "a map",
             **{
                 f"the {name} of the data set": value

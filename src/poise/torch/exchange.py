@@ -16,9 +16,9 @@ import torch.distributed as dist
 from poise.core.batch import Batch
 from poise.core.observation import Observation
 from poise.core.plan import Plan
-from poise.core.split import Split
 from poise.engine.bsp import Engine
 from poise.errors import Disagreement
+from poise.records import Recorder
 from poise.torch.run import Run
 
 _NO_CHANGE = -1
@@ -37,14 +37,22 @@ def delay(lead: int) -> int:
 
 
 class Exchange:
-    """The start-step protocol. Policies that learn nothing exchange nothing."""
+    """The start-step protocol. For policies that learn nothing, nothing is exchanged.
 
-    def __init__(self, run: Run, engine: Engine, lead: int) -> None:
+    If the training is recorded, all workers report in any case; worker 0 has the recorder.
+    """
+
+    def __init__(
+        self, run: Run, engine: Engine, lead: int, *, recorded: bool, recorder: Recorder | None
+    ) -> None:
         self._run = run
         self._engine = engine
         self._delay = delay(lead)
+        self._silent = not (engine.policy.online or recorded)
+        self._recorder = recorder
         self._posted: deque[_Posted] = deque()
-        self._decided: Split | None = None
+        self._next_step = 0
+        self._decided: Plan | None = None
 
     def plan_at(self, step: int) -> Plan:
         """Return the plan for a step that is about to be cut."""
@@ -54,7 +62,7 @@ class Exchange:
 
     def post(self, batch: Batch) -> None:
         """Tell the others of a batch that is handed out, and on worker 0 of a new plan."""
-        if not self._engine.policy.online:
+        if self._silent:
             return
         if self._run.cluster.worker == 0:
             while self._posted and self._posted[0].work.is_completed():
@@ -64,6 +72,7 @@ class Exchange:
             work = dist.all_reduce(table, group=self._run.cluster.control, async_op=True)
         assert work is not None
         self._posted.append(_Posted(batch, table, work))
+        self._next_step = batch.step + 1
 
     def drain(self) -> None:
         """Absorb everything posted: afterwards all workers know the same plans."""
@@ -71,18 +80,19 @@ class Exchange:
             self._absorb(self._posted.popleft())
 
     def _table(self, batch: Batch) -> torch.Tensor:
-        """Columns: the step; whether it compiled; the start step of a new plan, or none; its split.
+        """Columns: the step; whether it compiled; a new plan: start step or none, factor, split.
 
         The last ones are worker 0's alone.
         """
         workers, worker = self._run.cluster.workers, self._run.cluster.worker
-        table = torch.zeros(workers, 3 + workers, dtype=torch.float64)
+        table = torch.zeros(workers, 4 + workers, dtype=torch.float64)
         table[worker, 0] = batch.step
         table[worker, 1] = self._run.compiled()
         table[worker, 2] = _NO_CHANGE
         if self._decided is not None:
-            table[worker, 2] = batch.step + self._delay
-            table[worker, 3:] = torch.tensor(self._decided, dtype=torch.float64)
+            table[worker, 2] = max(self._decided.start_step, batch.step + self._delay)
+            table[worker, 3] = self._decided.learning_rate_factor
+            table[worker, 4:] = torch.tensor(self._decided.split, dtype=torch.float64)
             self._decided = None
         return table
 
@@ -96,15 +106,24 @@ class Exchange:
             raise Disagreement(
                 f"workers are at steps {steps}; every worker must take every batch of the loader"
             )
-        start_step, *local_batches = (int(number) for number in rows[0][2:])
+        start_step, factor, *local_batches = rows[0][2:]
         if start_step != _NO_CHANGE:
-            plan = Plan(tuple(local_batches), start_step)
+            plan = Plan(tuple(int(local) for local in local_batches), int(start_step), factor)
             self._run.timetable = self._run.timetable.announce(plan)
         if self._run.cluster.worker == 0:
-            observation = Observation(
-                step=step,
-                split=posted.batch.split,
-                compiling=tuple(worker for worker, row in enumerate(rows) if row[1]),
+            self._decide(
+                Observation(
+                    step=step,
+                    split=posted.batch.split,
+                    epoch=posted.batch.epoch,
+                    compiling=tuple(worker for worker, row in enumerate(rows) if row[1]),
+                )
             )
-            split, self._engine = self._engine.update(observation)
-            self._decided = split or self._decided
+
+    def _decide(self, observation: Observation) -> None:
+        """Let the engine learn from a step; its plan is announced with the next post."""
+        start_step = self._next_step + self._delay
+        plan, self._engine = self._engine.update([observation], start_step)
+        if self._recorder is not None:
+            self._recorder.write(observation, start_step, plan)
+        self._decided = plan or self._decided

@@ -1,0 +1,457 @@
+"""Learning the speed model online, from each step's measurements.
+
+Every worker's ready lines are fitted by weighted least squares with a weak prior, in units of
+the worker's first sample (b1, t1): y = t / t1 and x = b / b1 are pooled, and
+
+    y = c + beta x,   c ~ 0.3 +- 0.3,   beta ~ 0.7 +- 0.5,   noise cv y,   c >= 0, beta >= 0.03.
+
+The prior keeps a fit from one batch size from claiming to know the slope: without it 13 to 40 %
+of runs with a high fixed cost and noisy times never find the optimum. A slowdown is
+multiplicative, so that in these units it changes t1 and nothing else.
+
+All arrays run over workers, or workers x buckets, and nothing loops over workers.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from poise.core.observation import Observation
+from poise.core.rows import with_rows_of
+from poise.core.split import Split
+from poise.core.timing import Flags, Floats, Ints, SpeedModel
+
+FIXED_PRIOR = (0.3, 0.3)
+SLOPE_PRIOR = (0.7, 0.5)
+LEAST_SLOPE = 0.03
+WINSOR = 1.6
+"""A time counts as at most so many times what was predicted."""
+CLIP, SLACK, ALARM = 3.0, 0.5, 12.0
+"""CUSUM: deviations are clipped, lose the slack, and add up to an alarm."""
+FIRST_CV, FIRST_CV_COUNT, LEAST_CV = 0.1, 5.0, 0.005
+"""Noise is taken to be so, as if so many observations had shown it, and never to be less."""
+FIRST_CORRELATION_COUNT, MOST_CORRELATION = 20.0, 0.95
+NOISE_MEMORY = 100.0
+MEMORY = 200.0
+"""A window counts as at most so many observations."""
+FORGET = 0.9
+"""What older windows keep of their weight at each change of the split."""
+DOUBT = 0.2
+"""What they keep when the worker's speed changed."""
+RECENT = 8
+"""How many of the last deviations tell by how much."""
+FEWEST = 4
+"""In how many an alarm can be reached."""
+TRIM = 2.0
+"""Standard errors from which a window's mean overrules the line."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """What is known of the speeds of all workers. Frozen: `update` returns the next one."""
+
+    first_batch: Floats
+    """b1 of each worker; NaN before its first measurement."""
+    first_s: Floats
+    """t1, workers x buckets."""
+    pool: Floats
+    """Earlier windows, workers x (w, wx, wxx): weights w = 1 / y^2 and their moments."""
+    pool_y: Floats
+    """wy, workers x buckets."""
+    pool_xy: Floats
+    """wxy, workers x buckets."""
+    split: Split
+    """The split of the window: the steps since it last changed."""
+    seen: Floats
+    """Observations of each worker in the window."""
+    mean_y: Floats
+    """Mean over the window, workers x buckets."""
+    deviations: Floats
+    """Deviations of log t from its window's mean, workers x 3: the sum of their squares, of the
+    products of neighbors, and how many."""
+    last_deviation: Floats
+    rising: Floats
+    """CUSUM of slowing down."""
+    falling: Floats
+    """CUSUM of getting faster."""
+    recent: Floats
+    """The last deviations, log(t / predicted), workers x RECENT, the newest last."""
+    run: Ints
+    """For how many observations the larger CUSUM has been above zero."""
+    bucket_s: Floats
+    """Mea reduction time of each bucket, and over how many steps it is taken."""
+    bucket_count: float
+    input_s: Floats
+    """Seconds per sample in the loader; 0: no limit was ever seen."""
+
+    @staticmethod
+    def start(workers: int, buckets: int = 1) -> "Fit":
+        """Return a fit that knows nothing."""
+        per_worker, per_bucket = np.zeros(workers), _table(workers, buckets)
+        return Fit(
+            first_batch=np.full(workers, np.nan),
+            first_s=per_bucket + np.nan,
+            pool=_table(workers, 3),
+            pool_y=per_bucket,
+            pool_xy=per_bucket,
+            split=(),
+            seen=per_worker,
+            mean_y=per_bucket,
+            deviations=_table(workers, 3),
+            last_deviation=per_worker,
+            rising=per_worker,
+            falling=per_worker,
+            recent=_table(workers, RECENT),
+            run=np.zeros(workers, dtype=np.int64),
+            bucket_s=np.zeros(buckets),
+            bucket_count=0.0,
+            input_s=per_worker,
+        )
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return len(self.first_batch)
+
+    @property
+    def known(self) -> bool:
+        """Whether every worker was measured at least once."""
+        return not np.isnan(self.first_batch).any()
+
+    @cached_property
+    def cv(self) -> Floats:
+        """Each worker's noise: standard deviation of a time, relative to it."""
+        squares, _, count = self.deviations.T
+        variance: Floats = (FIRST_CV_COUNT * FIRST_CV**2 + squares) / (FIRST_CV_COUNT + count)
+        return np.maximum(np.sqrt(variance), LEAST_CV)
+
+    @cached_property
+    def noise(self) -> Floats:
+        """The same, as if times were independent: a mean of n has an error of noise / sqrt(n).
+
+        Where neighbors correlate by rho, cv sqrt((1 + rho) / (1 - rho)).
+        """
+        squares, products, _ = self.deviations.T
+        doubt = FIRST_CORRELATION_COUNT * self.cv**2
+        correlation = np.clip(products / (squares + doubt), 0.0, MOST_CORRELATION)
+        return np.asarray(self.cv * np.sqrt((1 + correlation) / (1 - correlation)))
+
+    @property
+    def evidence(self) -> Floats:
+        """How many observations each worker's line stands on, older ones counting less."""
+        w, _, _ = self._window
+        level = np.maximum(np.where(self.seen > 0, self.mean_y[:, -1], 1.0), LEAST_SLOPE)
+        return np.asarray((self.pool[:, 0] + w) * level**2)
+
+    def update(self, observation: Observation) -> tuple["Fit", Ints]:
+        """Learn from one step; return the next fit and the workers whose speed changed."""
+        times = np.asfortranarray(observation.times("the speed model"))
+        fit = self
+        if times.shape[1] != self.first_s.shape[1]:
+            fit = Fit.start(self.workers, times.shape[1])  # buckets were rebuilt: other lines
+        if observation.split != fit.split:
+            fit = fit._new_window(observation.split)
+        batches = np.array(observation.split, dtype=np.float64)
+        usable = (batches > 0) & ~np.isnan(times).any(axis=1) & (times[:, -1] > 0)
+        usable[list(observation.compiling)] = False
+        fit = fit._first_samples(batches, times, usable)
+        measured = np.where(usable, times[:, -1] / fit.first_s[:, -1], 1.0)
+        fit, excess, alarms = fit._watched(batches, measured, usable)
+        fit = fit._averaged(times, excess, usable)
+        return fit._reductions(observation)._loaders(observation), alarms
+
+    def model(self, *, steeper: float = 0.0) -> SpeedModel:
+        """Return the lines as they are believed to be, shifted to the window's means.
+
+        Args:
+            steeper: turns each line about its window's mean, its slope rising by so many standard
+                errors: what if the slope is not what it seems.
+
+        A worker that was never measured gets the mean of the others' lines.
+        """
+        fixed, slope = self._lines()
+        fixed = fixed + self._shift(fixed, slope)
+        if steeper:
+            x = self._window_x[:, None]
+            turn = steeper * self._slope_error()[:, None]
+            turn = np.clip(turn, LEAST_SLOPE - slope, fixed / np.maximum(x, 1e-9))
+            fixed, slope = fixed - turn * x, slope + turn
+        fixed_s = fixed * self.first_s
+        per_sample_s = slope * self.first_s / self.first_batch[:, None]
+        unknown = np.isnan(self.first_batch)
+        if unknown.any():
+            fixed_s[unknown] = fixed_s[~unknown].mean(axis=0)
+            per_sample_s[unknown] = per_sample_s[~unknown].mean(axis=0)
+        return SpeedModel(
+            np.maximum(fixed_s, 0.0),
+            per_sample_s,
+            self.bucket_s,
+            self.input_s,
+            np.full(self.workers, np.inf),
+        )
+
+    def error(self, split: Split) -> Floats:
+        """Return the standard error of each worker's predicted last ready time, relative to it.
+
+        Where the window's mean overrules the line, it is as sure as that mean.
+        """
+        x = np.array(split) / self.first_batch
+        fixed, slope = self._lines(slice(-1, None))
+        y = np.maximum(fixed[:, 0] + slope[:, 0] * x, LEAST_SLOPE)
+        shifted = self._shift(fixed, slope, slice(-1, None))[:, 0] != 0
+        of_mean = self.noise / np.sqrt(np.maximum(self.seen, 1))
+        return np.where(shifted, of_mean, np.sqrt(self._variance(x)) / y)
+
+    def rescaled(self, workers: Ints, factors: Floats) -> "Fit":
+        """Return the fit after workers became slower by factors; confidence in it drops."""
+        first_s, pool = self.first_s.copy(order="F"), self.pool.copy(order="F")
+        pool_y, pool_xy = self.pool_y.copy(order="F"), self.pool_xy.copy(order="F")
+        seen, mean_y = self.seen.copy(), self.mean_y.copy(order="F")
+        fixed, slope = self._lines()
+        x = self._window_x
+        changed = np.isin(np.arange(self.workers), workers)
+        first_s[workers] *= factors[:, None]
+        for sums in (pool, pool_y, pool_xy):
+            sums[workers] *= DOUBT
+        mean_y[workers] = (fixed + slope * x[:, None])[workers]
+        seen[workers] = np.minimum(self.run[workers], RECENT)
+        return replace(
+            self,
+            first_s=first_s,
+            pool=pool,
+            pool_y=pool_y,
+            pool_xy=pool_xy,
+            seen=seen,
+            mean_y=mean_y,
+            rising=np.where(changed, 0.0, self.rising),
+            falling=np.where(changed, 0.0, self.falling),
+            run=np.where(changed, 0, self.run),
+        )
+
+    def take(self, origin: tuple[int | None, ...]) -> "Fit":
+        """Return the fit of another set of workers; None stands for one that is new."""
+        fresh = Fit.start(1, self.first_s.shape[1])
+        return with_rows_of(self._new_window(()), fresh, origin, _PER_WORKER)
+
+    def _new_window(self, split: Split) -> "Fit":
+        """Pool the window and begin another one."""
+        w, wx, wxx = self._window
+        return replace(
+            self,
+            split=split,
+            pool=np.asfortranarray(FORGET * (self.pool + np.stack([w, wx, wxx], axis=1))),
+            pool_y=FORGET * (self.pool_y + w[:, None] * self.mean_y),
+            pool_xy=FORGET * (self.pool_xy + wx[:, None] * self.mean_y),
+            seen=np.zeros(self.workers),
+            mean_y=_table(*self.mean_y.shape),
+        )
+
+    def _first_samples(self, batches: Floats, times: Floats, usable: Flags) -> "Fit":
+        """Take first measurements as the units of those workers."""
+        new = usable & np.isnan(self.first_batch)
+        if not new.any():
+            return self
+        first_s = np.where(new[:, None], times, self.first_s)
+        return replace(
+            self,
+            first_batch=np.where(new, batches, self.first_batch),
+            first_s=np.maximum(first_s, 1e-9),
+        )
+
+    def _watched(
+        self, batches: Floats, measured: Floats, usable: Flags
+    ) -> tuple["Fit", Floats, Ints]:
+        """Compare the last buckets with the prediction: noise, CUSUM, and on an alarm the rescale.
+
+        Returns by how much each worker's times exceed what counts, too.
+        """
+        x = np.where(usable, batches / self.first_batch, 1.0)
+        fixed, slope = self._lines(slice(-1, None))
+        predicted = np.maximum(fixed[:, 0] + slope[:, 0] * x, LEAST_SLOPE)
+        gap = np.where(usable, np.log(measured / predicted), 0.0)
+        z = np.clip(gap / np.sqrt(self.noise**2 + self._variance(x) / predicted**2), -CLIP, CLIP)
+        rising = np.where(usable, np.maximum(0, self.rising + z - SLACK), self.rising)
+        falling = np.where(usable, np.maximum(0, self.falling - z - SLACK), self.falling)
+        run = np.where(usable, np.where((rising > 0) | (falling > 0), self.run + 1, 0), self.run)
+        recent = self.recent.copy(order="F")
+        recent[:, :-1] = np.where(usable[:, None], self.recent[:, 1:], self.recent[:, :-1])
+        recent[:, -1] = np.where(usable, gap, self.recent[:, -1])
+        fit = replace(
+            self._scatter(measured, usable), rising=rising, falling=falling, run=run, recent=recent
+        )
+        excess = np.maximum(gap - np.log(WINSOR), 0.0)
+        alarms = np.flatnonzero((rising > ALARM) | (falling > ALARM))
+        if alarms.size:
+            factors = np.exp([fit._recent_change(worker) for worker in alarms.tolist()])
+            fit = fit.rescaled(alarms, factors)
+            excess[alarms] = np.maximum(gap[alarms] - np.log(factors) - np.log(WINSOR), 0.0)
+        return fit, np.exp(excess), alarms
+
+    def _recent_change(self, worker: int) -> float:
+        """Return by how much a worker's log times lie off since its speed changed.
+
+        An alarm takes a few observations at least. Where those lie far off the others were
+        before the change; where they do not, all since the CUSUM began to rise count.
+        """
+        few = float(np.median(self.recent[worker, -FEWEST:]))
+        if abs(few) > CLIP * self.noise[worker]:
+            return few
+        return float(np.median(self.recent[worker, -min(int(self.run[worker]), RECENT) :]))
+
+    def _scatter(self, measured: Floats, usable: Flags) -> "Fit":
+        """Add how far this step's times lie from their window's means."""
+        again = usable & (self.seen >= 1)
+        level = np.maximum(np.where(again, self.mean_y[:, -1], 1.0), LEAST_SLOPE)
+        gap = np.where(again, np.log(measured / level), 0.0)
+        gap = np.clip(gap, -CLIP * self.cv, CLIP * self.cv)
+        fair = gap**2 * self.seen / (self.seen + 1)  # the mean is itself of seen observations
+        kept = np.where(again, 1 - 1 / NOISE_MEMORY, 1.0)[:, None] * self.deviations
+        new = np.stack([fair, gap * self.last_deviation, again.astype(np.float64)], axis=1)
+        return replace(
+            self,
+            deviations=np.asfortranarray(kept + new),
+            last_deviation=np.where(usable, gap, self.last_deviation),
+        )
+
+    def _averaged(self, times: Floats, excess: Floats, usable: Flags) -> "Fit":
+        """Put the times into the window's means, without what exceeds the winsor limit."""
+        seen = np.where(usable, np.minimum(self.seen + 1, MEMORY), self.seen)
+        part = np.where(usable, 1 / np.maximum(seen, 1), 0.0)
+        moved = times / (self.first_s * excess[:, None])
+        moved -= self.mean_y
+        if not usable.all():
+            moved[~usable] = 0.0
+        moved *= part[:, None]
+        return replace(self, seen=seen, mean_y=self.mean_y + moved)
+
+    def _reductions(self, observation: Observation) -> "Fit":
+        """Learn the reduction times.
+
+        done - ready contains waiting for slower workers and queueing behind the bucket before.
+        The worker that arrives last waits for nobody: u_j is the least of done_j - max(ready_j,
+        done_(j-1)) over the workers.
+        """
+        if observation.done_s is None or observation.ready_s is None:
+            return self
+        done = observation.done_s
+        waited = 0.0 if observation.wait_s is None else np.nan_to_num(observation.wait_s)[:, None]
+        begun = observation.ready_s + waited
+        for bucket in range(1, done.shape[1]):
+            np.maximum(begun[:, bucket], done[:, bucket - 1], out=begun[:, bucket])
+        took = done - begun
+        if np.isnan(took).all(axis=0).any():
+            return self
+        least = np.maximum(np.nanmin(took, axis=0), 0.0)
+        count = min(self.bucket_count + 1, MEMORY)
+        if self.bucket_count:
+            # One bad reduction (a page fault, a busy network) is not the network's speed.
+            least = np.minimum(least, np.maximum(3 * self.bucket_s, 3 * self.bucket_s.mean()))
+        return replace(
+            self, bucket_s=self.bucket_s + (least - self.bucket_s) / count, bucket_count=count
+        )
+
+    def _loaders(self, observation: Observation) -> "Fit":
+        """Learn the loaders' limits.
+
+        A loader that should have been the limit and was not is faster than it seemed.
+        """
+        if observation.input_s is None:
+            return self
+        seen = observation.input_s
+        old = np.where(self.input_s > 0, self.input_s, seen)
+        moved = old + 0.2 * (seen - old)
+        step_s = np.nanmax(observation.times("the speed model")[:, -1])
+        faster = self.input_s * np.array(observation.split) > step_s
+        kept = np.where(faster, 0.99 * self.input_s, self.input_s)
+        return replace(self, input_s=np.where(np.isnan(seen), kept, moved))
+
+    @cached_property
+    def _window_x(self) -> Floats:
+        """The window's local batches in units of the first; 1 where there is none."""
+        if not self.split:
+            return np.ones(self.workers)
+        return np.array(self.split, dtype=np.float64) / self.first_batch
+
+    @cached_property
+    def _window(self) -> tuple[Floats, Floats, Floats]:
+        """The window as sums (w, wx, wxx): its mean counts as often as it was seen."""
+        x = np.where(self.seen > 0, self._window_x, 0.0)
+        level = np.where(self.seen > 0, self.mean_y[:, -1], 1.0)
+        w = self.seen / np.maximum(level, LEAST_SLOPE) ** 2
+        return w, w * x, w * x * x
+
+    @cached_property
+    def _precision(self) -> tuple[Floats, Floats, Floats]:
+        """The posterior precision of (c, beta), a symmetric 2 x 2 matrix per worker."""
+        w, wx, wxx = self._window
+        over = 1 / self.noise**2
+        return (
+            1 / FIXED_PRIOR[1] ** 2 + (self.pool[:, 0] + w) * over,
+            (self.pool[:, 1] + wx) * over,
+            1 / SLOPE_PRIOR[1] ** 2 + (self.pool[:, 2] + wxx) * over,
+        )
+
+    def _lines(self, buckets: slice = slice(None)) -> tuple[Floats, Floats]:
+        """Return (c, beta), workers x buckets, in units of the first sample."""
+        a, b, d = (each[:, None] for each in self._precision)
+        w, wx, _ = (each[:, None] for each in self._window)
+        over, mean_y = (1 / self.noise**2)[:, None], self.mean_y[:, buckets]
+        right_c = FIXED_PRIOR[0] / FIXED_PRIOR[1] ** 2 + over * (
+            self.pool_y[:, buckets] + w * mean_y
+        )
+        right_s = SLOPE_PRIOR[0] / SLOPE_PRIOR[1] ** 2 + over * (
+            self.pool_xy[:, buckets] + wx * mean_y
+        )
+        determinant = a * d - b * b
+        fixed = (d * right_c - b * right_s) / determinant
+        slope = (a * right_s - b * right_c) / determinant
+        if (below := fixed < 0).any():
+            slope = np.where(below, right_s / d, slope)
+            fixed = np.maximum(fixed, 0.0)
+        if (flat := slope < LEAST_SLOPE).any():
+            level = np.maximum((right_c - b * LEAST_SLOPE) / a, 0.0)
+            fixed, slope = np.where(flat, level, fixed), np.maximum(slope, LEAST_SLOPE)
+        return fixed, slope
+
+    def _variance(self, x: Floats) -> Floats:
+        """Return the posterior variance of y at x."""
+        a, b, d = self._precision
+        variance: Floats = (d - 2 * b * x + a * x * x) / (a * d - b * b)
+        return variance
+
+    def _slope_error(self) -> Floats:
+        """Return the standard error of beta, the level at the window's batch being known."""
+        a, b, d = self._precision
+        return np.sqrt(a / (a * d - b * b))
+
+    def _shift(self, fixed: Floats, slope: Floats, buckets: slice = slice(None)) -> Floats:
+        """Return how far each window's mean lies from its line, if too far to be noise."""
+        level = fixed + slope * self._window_x[:, None]
+        gap = self.mean_y[:, buckets] - level
+        error = np.where(self.seen > 1, self.noise / np.sqrt(np.maximum(self.seen, 1)), np.inf)
+        level *= TRIM * error[:, None]
+        return gap * (np.abs(gap) > level)
+
+
+_PER_WORKER = (
+    "first_batch",
+    "first_s",
+    "pool",
+    "pool_y",
+    "pool_xy",
+    "seen",
+    "mean_y",
+    "deviations",
+    "last_deviation",
+    "rising",
+    "falling",
+    "recent",
+    "run",
+    "input_s",
+)
+
+
+def _table(workers: int, columns: int) -> Floats:
+    """Return zeros with each column in one piece: arithmetic runs along workers."""
+    return np.zeros((workers, columns), order="F")

@@ -1,0 +1,52 @@
+"""Bounds of the local batches, as a user states them for a policy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from poise.core.limits import Limits
+from poise.core.split import Split, even_split, optimal_split
+from poise.core.timing import SpeedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Smallest and largest local batches and their multiples: one number, or one per worker."""
+
+    min_batch: int | tuple[int, ...] = 1
+    max_batch: int | tuple[int, ...] | None = None
+    multiple_of: int | tuple[int, ...] = 1
+
+    def limits(self, workers: int) -> Limits:
+        """Return them for a number of workers, or say what does not fit."""
+        return _limits(self, workers)
+
+    def even(self, workers: int, global_batch: int) -> Split:
+        """Return the split that is as even as the bounds allow."""
+        if self == NO_BOUNDS:
+            return even_split(workers, global_batch)
+        return self.proportional(np.ones(workers).tolist(), global_batch)
+
+    def proportional(self, speeds: Sequence[float], global_batch: int) -> Split:
+        """Return shares in proportion to speeds, b_k = B X_k / sum X, in whole samples.
+
+        Exact: of all splits within the bounds the one whose largest b_k / X_k is smallest.
+        """
+        model = SpeedModel.proportional(speeds)
+        return optimal_split(model, global_batch, self.limits(len(speeds))).split
+
+
+@lru_cache(maxsize=8)
+def _limits(bounds: Bounds, workers: int) -> Limits:
+    return Limits.of(
+        workers,
+        min_batch=bounds.min_batch,
+        max_batch=bounds.max_batch,
+        multiple_of=bounds.multiple_of,
+    )
+
+
+NO_BOUNDS = Bounds()
+"""At least one sample for every worker, and nothing else."""

@@ -1,0 +1,71 @@
+"""Policy "lbbsp": LB-BSP, a few samples at a time from the slowest worker to the fastest.
+
+Chen, Weng, Wang, Li, Li: "Semi-dynamic load balancing", SoCC 2020. Equal compute times are its
+aim: what the reduction of gradients hides or adds is not part of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from poise.core.observation import Change, Event
+from poise.core.split import Split
+from poise.policy.base import Decision, Schedule
+from poise.policy.bounds import NO_BOUNDS, Bounds
+from poise.policy.window import Window, resized
+
+
+@dataclass(frozen=True, kw_only=True)
+class LbBsp:
+    """Moves a fixed number of samples from the slowest worker to the fastest."""
+
+    bounds: Bounds = NO_BOUNDS
+    samples: int | None = None
+    """How many move at once; None: 1 % of the global batch, at least one."""
+    weight: float = 0.3
+    """Of the newest time in the smoothed one."""
+
+    online = True
+    state_type = Window
+
+    def init(self, workers: int, global_batch: int) -> tuple[Schedule, Window]:
+        """Start evenly, as far as the bounds allow."""
+        split = self.bounds.even(workers, global_batch)
+        return {0: split}, Window.begin(split)
+
+    def update(self, state: Window, events: Sequence[Event]) -> tuple[Decision | None, Window]:
+        """Smooth the times of each step, then move samples if that brings the two closer."""
+        decision = None
+        for event in events:
+            if isinstance(event, Change):
+                speeds = resized(state, event).tolist()
+                split = self.bounds.proportional(speeds, event.global_batch)
+                decision, state = Decision(split, "shares by throughput"), Window.begin(split)
+            else:
+                state = state.add(event, "lbbsp", self.weight)
+        if decision is None and state.length >= 1:
+            split = self._moved(state)
+            if split != state.split:
+                slow, fast = int(state.mean_s.argmax()), int(state.mean_s.argmin())
+                why = f"worker {slow} is slowest, worker {fast} fastest"
+                return Decision(split, why), Window.begin(split)
+        return decision, state
+
+    def _moved(self, state: Window) -> Split:
+        limits = self.bounds.limits(len(state.split))
+        split, unit = np.array(state.split), int(limits.multiple.max())
+        slow, fast = int(state.mean_s.argmax()), int(state.mean_s.argmin())
+        count = self.samples or max(1, round(0.01 * split.sum()))
+        count = max(unit, count // unit * unit)
+        count = min(
+            count, int(split[slow] - limits.low[slow]), int(limits.high[fast] - split[fast])
+        )
+        count = count // unit * unit
+        per_sample = state.mean_s / np.maximum(split, 1)
+        gap = state.mean_s[slow] - state.mean_s[fast]
+        if count <= 0 or gap <= count * (per_sample[slow] + per_sample[fast]) / 2:
+            return state.split  # moving would only turn the two around
+        split[slow] -= count
+        split[fast] += count
+        return tuple(split.tolist())

@@ -1,0 +1,192 @@
+"""Policy "optperf": Cannikin's controller, once per epoch.
+
+Nie, Maghakian, Liu: "Cannikin", Middleware 2024, arXiv 2402.05302, sections 4 and 5. Epoch 0 is
+even, epoch 1 by inverse speed, so that every worker is seen at two local batches. From epoch 2
+on the two-line model (first bucket, last bucket; T_o may overlap, T_u never does) is fitted to
+the epochs' means and its optimal split is used for the next epoch. Quantities that all workers
+measure, T_o and T_u, are combined by inverse variance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from poise.core.observation import Change, Event, Observation
+from poise.core.plan import Forecast
+from poise.core.split import Split, optimal_split
+from poise.core.timing import Floats, SpeedModel
+from poise.policy.base import Decision, Schedule
+from poise.policy.bounds import NO_BOUNDS, Bounds
+
+
+@dataclass(frozen=True, eq=False)
+class OptPerfState:
+    """Sums over the epoch under way, and the means of the epochs before."""
+
+    split: Split
+    epoch: int
+    count: float
+    """Steps of this epoch with the split decided last."""
+    ready: Floats
+    """Workers x 2: summed ready times of the first and the last bucket."""
+    reduction: Floats
+    """Workers x 4: sums of T_o, its square, T_u, its square."""
+    batches: Floats
+    """Epochs x workers: local batches of past epochs."""
+    first_s: Floats
+    """Epochs x workers: mean ready times of the first bucket."""
+    last_s: Floats
+    """Epochs x workers: of the last one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptPerf:
+    """Cannikin: two epochs to learn, then the optimal split of a two-line model, per epoch."""
+
+    bounds: Bounds = NO_BOUNDS
+    remembered: int = 10
+    """Epochs that a fit looks back."""
+
+    online = True
+    state_type = OptPerfState
+
+    def init(self, workers: int, global_batch: int) -> tuple[Schedule, OptPerfState]:
+        """Start evenly, as far as the bounds allow."""
+        split = self.bounds.even(workers, global_batch)
+        return {0: split}, _begin(split, 0)
+
+    def update(
+        self, state: OptPerfState, events: Sequence[Event]
+    ) -> tuple[Decision | None, OptPerfState]:
+        """Add up the steps of an epoch; decide when the next one begins."""
+        decision = None
+        for event in events:
+            if isinstance(event, Change):
+                split = self._shares(state, event)
+                decision = Decision(split, "another cluster: the model is learned anew")
+                state = _begin(split, state.epoch)
+            elif event.epoch != state.epoch:
+                decision, state = self._next_epoch(state, event.epoch)
+                state = _added(state, event)
+            else:
+                state = _added(state, event)
+        return decision, state
+
+    def _next_epoch(self, state: OptPerfState, epoch: int) -> tuple[Decision | None, OptPerfState]:
+        if state.count == 0:
+            return None, replace(state, epoch=epoch)
+        state = _closed(state, epoch, self.remembered)
+        total = sum(state.split)
+        if len(state.batches) == 1:
+            speeds = state.batches[-1] / state.last_s[-1]
+            split = self.bounds.proportional(speeds.tolist(), total)
+            decision = Decision(split, "the second epoch goes by inverse speed")
+        else:
+            model = _two_lines(state)
+            limits = self.bounds.limits(model.workers)
+            best = optimal_split(model, total, limits)
+            why = f"{best.step_s * 1e3:.1f} ms a step expected from a two-line model"
+            decision = Decision(best.split, why, Forecast(model, limits, best.poured_s))
+        if decision.split == state.split:
+            return None, _forgotten(state)
+        return decision, _forgotten(replace(state, split=decision.split))
+
+    def _shares(self, state: OptPerfState, change: Change) -> Split:
+        if not len(state.batches):
+            return self.bounds.even(len(change.origin), change.global_batch)
+        speeds = state.batches[-1] / state.last_s[-1]
+        mean = float(speeds.mean())
+        known = [mean if number is None else float(speeds[number]) for number in change.origin]
+        return self.bounds.proportional(known, change.global_batch)
+
+
+def _begin(split: Split, epoch: int) -> OptPerfState:
+    workers = len(split)
+    none = np.zeros((0, workers))
+    return OptPerfState(
+        split, epoch, 0.0, np.zeros((workers, 2)), np.zeros((workers, 4)), none, none, none
+    )
+
+
+def _added(state: OptPerfState, observation: Observation) -> OptPerfState:
+    """Add a step that ran with the split decided last and that all workers measured."""
+    times = observation.times("optperf")
+    if observation.split != state.split or np.isnan(times).any():
+        return state
+    ready = state.ready + times[:, [0, -1]]
+    reduction = state.reduction
+    if observation.done_s is not None and not np.isnan(observation.done_s).any():
+        done = observation.done_s
+        before_last = done[:, -2] if done.shape[1] > 1 else times[:, -1]
+        overlapping = np.maximum(before_last - times[:, 0], 0.0)
+        final = np.maximum(done[:, -1] - np.maximum(times[:, -1], before_last), 0.0)
+        reduction = reduction + np.stack([overlapping, overlapping**2, final, final**2], axis=1)
+    return replace(state, count=state.count + 1, ready=ready, reduction=reduction)
+
+
+def _closed(state: OptPerfState, epoch: int, remembered: int) -> OptPerfState:
+    """Put the epoch's means with those before."""
+    means = state.ready / state.count
+    return replace(
+        state,
+        epoch=epoch,
+        batches=_with(state.batches, np.array(state.split, dtype=float), remembered),
+        first_s=_with(state.first_s, means[:, 0], remembered),
+        last_s=_with(state.last_s, means[:, 1], remembered),
+    )
+
+
+def _with(rows: Floats, row: Floats, remembered: int) -> Floats:
+    """Return the last rows, with one more."""
+    return np.vstack([rows.reshape(-1, len(row)), row])[-remembered:]
+
+
+def _forgotten(state: OptPerfState) -> OptPerfState:
+    """Begin the sums of another epoch."""
+    workers = len(state.split)
+    return replace(state, count=0.0, ready=np.zeros((workers, 2)), reduction=np.zeros((workers, 4)))
+
+
+def _two_lines(state: OptPerfState) -> SpeedModel:
+    first = _line(state.batches, state.first_s)
+    last = _line(state.batches, state.last_s)
+    overlapping, final = _reduction_times(state)
+    return SpeedModel.of(
+        np.stack([first[0], last[0]], axis=1),
+        np.stack([first[1], last[1]], axis=1),
+        [overlapping, final],
+    )
+
+
+def _line(batches: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+    """Return least-squares lines; through the origin where all local batches were the same."""
+    mean_b, mean_s = batches.mean(axis=0), seconds.mean(axis=0)
+    spread = ((batches - mean_b) ** 2).sum(axis=0)
+    together = ((batches - mean_b) * (seconds - mean_s)).sum(axis=0)
+    through_origin = mean_s / np.maximum(mean_b, 1.0)
+    slope = np.divide(together, spread, out=through_origin.copy(), where=spread > 0)
+    slope = np.where(slope > 0, slope, through_origin)
+    return np.maximum(mean_s - slope * mean_b, 0.0), slope
+
+
+def _reduction_times(state: OptPerfState) -> tuple[float, float]:
+    """Return T_o and T_u, each worker's mean weighted by its inverse variance."""
+    if state.count == 0 or not state.reduction.any():
+        return 0.0, 0.0
+    overlapping, over_sq, final, final_sq = (state.reduction / state.count).T
+    return (
+        inverse_variance_mean(overlapping, over_sq - overlapping**2),
+        inverse_variance_mean(final, final_sq - final**2),
+    )
+
+
+def inverse_variance_mean(means: Floats, variances: Floats) -> float:
+    """Combine independent estimates of one quantity, sum (m_i / v_i) / sum (1 / v_i).
+
+    >>> inverse_variance_mean(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
+    1.25
+    """
+    floor = max(float(np.max(variances)), float(np.mean(means)) ** 2, 1e-30) * 1e-12
+    inverse = 1 / np.maximum(variances, floor)
+    return float((means * inverse).sum() / inverse.sum())

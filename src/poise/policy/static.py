@@ -1,0 +1,67 @@
+"""Policy "static": shares in proportion to a declared resource."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from poise.core.observation import Change, Event
+from poise.errors import InvalidSetting
+from poise.policy.base import Decision, Schedule
+from poise.policy.bounds import NO_BOUNDS, Bounds
+
+
+@dataclass(frozen=True, init=False)
+class Static:
+    """Shares in proportion to a resource of each worker: b_k = B X_k / sum X.
+
+    The resource X is what makes a worker fast: cores, or half-precision FLOP/s for mixed devices
+    (OmniLearn, arXiv 2503.17469, section 4.1).
+
+    >>> Static([12, 12, 8, 16]).init(workers=4, global_batch=240)[0]
+    {0: (60, 60, 40, 80)}
+    """
+
+    resources: tuple[float, ...]
+    bounds: Bounds
+    online = False
+    state_type = type(None)
+
+    def __init__(self, resources: Sequence[float], *, bounds: Bounds = NO_BOUNDS) -> None:
+        found = tuple(resources)
+        if not found or not all(_is_resource(amount) for amount in found):
+            raise InvalidSetting(
+                f"Static has resources {list(found)}; give one number above 0 per worker, "
+                "such as its cores"
+            )
+        object.__setattr__(self, "resources", tuple(float(amount) for amount in found))
+        object.__setattr__(self, "bounds", bounds)
+
+    def init(self, workers: int, global_batch: int) -> tuple[Schedule, None]:
+        """One split for the whole training."""
+        if workers != len(self.resources):
+            raise InvalidSetting(
+                f"Static has resources of {len(self.resources)} workers, and there are {workers}; "
+                "give one number per worker"
+            )
+        return {0: self.bounds.proportional(self.resources, global_batch)}, None
+
+    def update(self, state: None, events: Sequence[Event]) -> tuple[Decision | None, None]:
+        """Only another cluster or global batch changes it."""
+        decision = None
+        for event in events:
+            if isinstance(event, Change):
+                decision = self._changed(event)
+        return decision, None
+
+    def _changed(self, change: Change) -> Decision:
+        if change.origin != tuple(range(len(self.resources))):
+            raise InvalidSetting(
+                f"Static has resources of {len(self.resources)} workers, and others came or "
+                "went; use a policy that can follow"
+            )
+        split = self.bounds.proportional(self.resources, change.global_batch)
+        return Decision(split, "shares by declared resource")
+
+
+def _is_resource(amount: object) -> bool:
+    number = isinstance(amount, int | float) and not isinstance(amount, bool)
+    return number and 0 < amount < float("inf")  # type: ignore[operator]

@@ -1,0 +1,62 @@
+"""Replaying a record: the same observations give the same decisions."""
+
+from dataclasses import dataclass
+
+from poise.errors import InvalidSetting
+from poise.policy import Policy
+from poise.policy.naming import policy_of
+from poise.records.rows import Decided, Record
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first row on which a replay decides otherwise."""
+
+    row: int
+    """Its number among the rows, from 0."""
+    step: int | None
+    """The step it tells of; None where workers came or went."""
+    recorded: Decided | None
+    replayed: Decided | None
+
+    def __str__(self) -> str:
+        where = "a change of workers" if self.step is None else f"step {self.step}"
+        return (
+            f"row {self.row} ({where}): recorded {_shown(self.recorded)}, "
+            f"replayed {_shown(self.replayed)}"
+        )
+
+
+def replay(record: Record, policy: Policy | None = None) -> Difference | None:
+    """Run the engine on the recorded events; return the first difference, or None.
+
+    Args:
+        record: as `read_record` returns it.
+        policy: needed if the record was made by a policy of your own; or another policy, to see
+            where it would have decided differently.
+    """
+    if policy is None and record.header.policy is None:
+        raise InvalidSetting(
+            "the record was made by a policy that is not one of Poise's own; "
+            "pass it: replay(record, policy=...)"
+        )
+    if policy is None:
+        assert record.header.policy is not None
+        policy = policy_of(record.header.policy)
+    _, engine = record.header.engine(policy).start()
+    for number, row in enumerate(record.rows):
+        event = row.observation or row.change
+        if event is None:
+            raise InvalidSetting(f"row {number} of the record holds neither a step nor a change")
+        plan, engine = engine.update([event], row.start_step)
+        found = None if plan is None else Decided.of(plan)
+        if found != row.decision:
+            step = None if row.observation is None else row.observation.step
+            return Difference(number, step, row.decision, found)
+    return None
+
+
+def _shown(decision: Decided | None) -> str:
+    if decision is None:
+        return "no change"
+    return f"{list(decision.split)} from step {decision.start_step}"

@@ -1,0 +1,74 @@
+"""What a record consists of: a header, then one row per step, in arrays over workers."""
+
+from dataclasses import dataclass
+
+from poise.core.observation import Change, Observation
+from poise.core.plan import Plan
+from poise.core.split import Split
+from poise.engine.adaptation import Adaptation
+from poise.engine.bsp import Engine
+from poise.policy import Policy
+from poise.policy.naming import PolicyName, named
+
+FORMAT = "poise-record"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A plan as a row holds it; what was predicted is found again by replaying."""
+
+    split: Split
+    start_step: int
+    learning_rate_factor: float
+    why: str
+
+    @staticmethod
+    def of(plan: Plan) -> "Decided":
+        """Return a plan's decision."""
+        return Decided(plan.split, plan.start_step, plan.learning_rate_factor, plan.why)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line: what the engine was at the start."""
+
+    format: str
+    version: int
+    policy: PolicyName | None
+    """None for a policy that is not one of Poise's own; a replay is given it."""
+    workers: int
+    global_batch: int
+    adapt: Adaptation | None = None
+
+    @staticmethod
+    def of(engine: Engine) -> "Header":
+        """Return the header of an engine's record."""
+        return Header(
+            FORMAT, VERSION, named(engine.policy), engine.workers, engine.global_batch, engine.adapt
+        )
+
+    def engine(self, policy: Policy) -> Engine:
+        """Return an engine as it was at the start."""
+        return Engine(policy, self.workers, self.global_batch, self.adapt)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What happened, and what was decided on it: an observation or a change."""
+
+    start_step: int
+    """The first step that could still change."""
+    observation: Observation | None = None
+    change: Change | None = None
+    decision: Decided | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A record as it was read."""
+
+    header: Header
+    rows: tuple[Row, ...]
+    complete: bool
+    """False if the last line was cut off, as when the process was killed."""

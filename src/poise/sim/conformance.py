@@ -1,0 +1,165 @@
+"""What every policy must hold, as a list of laws that third parties can run on theirs.
+
+    from poise.sim.conformance import check
+    check(MyPolicy(), workers=3, global_batch=48)
+
+Each law raises AssertionError with the reason if it is broken.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from poise.core.observation import Change, Observation
+from poise.core.plain import from_plain, to_json
+from poise.core.split import check_split, even_split
+from poise.core.timing import SpeedModel
+from poise.engine.bsp import Engine
+from poise.errors import InfeasibleSplit, InvalidSetting
+from poise.policy import Policy
+from poise.sim.bsp import Noise, observe, simulate
+
+Law = Callable[[Policy, int, int], None]
+
+_STEPS = 240
+_EPOCH = 20
+
+
+def check(policy: Policy, *, workers: int, global_batch: int) -> None:
+    """Raise AssertionError unless the policy holds every law on a cluster of that size."""
+    for law in LAWS:
+        law(policy, workers, global_batch)
+
+
+def starts_with_a_whole_split(policy: Policy, workers: int, global_batch: int) -> None:
+    """The first schedule has step 0, and each split divides the global batch over the workers."""
+    schedule, _ = policy.init(workers, global_batch)
+    assert 0 in schedule, "the schedule has no split for step 0"
+    for split in schedule.values():
+        check_split(split, workers, global_batch)
+
+
+def decides_the_same_again(policy: Policy, workers: int, global_batch: int) -> None:
+    """Equal states and events give equal decisions and states, and the old state stays."""
+    timetable, engine = Engine(policy, workers, global_batch).start()
+    for step in range(12):
+        event = _step(workers, step, timetable.at(step).split)
+        before = to_json(engine.state)
+        first, state = policy.update(engine.state, [event])
+        second, again = policy.update(engine.state, [event])
+        assert first == second, f"step {step} is decided differently the second time"
+        assert to_json(state) == to_json(again), "states differ though nothing else does"
+        assert to_json(engine.state) == before, "update changed the state it was given"
+        plan, engine = engine.update([event], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+
+
+def survives_json(policy: Policy, workers: int, global_batch: int) -> None:
+    """A state that went through JSON goes on as if it had not."""
+    timetable, engine = Engine(policy, workers, global_batch).start()
+    for step in range(60):
+        event = _step(workers, step, timetable.at(step).split, epoch=step // _EPOCH)
+        saved = json.loads(to_json(engine.state))
+        restored: Any = from_plain(policy.state_type, saved)
+        plan, engine = engine.update([event], step + 2)
+        decision, state = policy.update(restored, [event])
+        assert (plan and plan.split) == (decision and decision.split), f"step {step} differs"
+        assert to_json(state) == to_json(engine.state), "the restored state went another way"
+        timetable = timetable if plan is None else timetable.announce(plan)
+
+
+def settles(policy: Policy, workers: int, global_batch: int) -> None:
+    """On a constant cluster without noise the split stops changing, and is not worse than even."""
+    truth = _truth(workers)
+    course = simulate(
+        policy, lambda _: truth, global_batch=global_batch, steps=_STEPS, epoch_steps=_EPOCH
+    )
+    late = [plan for plan in course.plans if plan.start_step > 3 * _STEPS // 4]
+    assert not late, f"the split still changes at step {late[0].start_step}"
+    if policy.online:
+        even = truth.step_s(even_split(workers, global_batch))
+        assert course.step_s[-1] <= even * (1 + 1e-9), "it settles on a split worse than even"
+
+
+def keeps_the_global_batch(policy: Policy, workers: int, global_batch: int) -> None:
+    """Under noise and drift every split divides the global batch."""
+    slow = SpeedModel.of([0.01] * workers, [0.004] * (workers - 1) + [0.016])
+    course = simulate(
+        policy,
+        lambda step: _truth(workers) if step < _STEPS // 2 else slow,
+        global_batch=global_batch,
+        steps=_STEPS,
+        noise=Noise(cv=0.2, correlation=0.5),
+        epoch_steps=_EPOCH,
+    )
+    for split in course.splits:
+        check_split(split, workers, global_batch)
+
+
+def bears_silence(policy: Policy, workers: int, global_batch: int) -> None:
+    """A worker that reports nothing for a while stops nothing."""
+    timetable, engine = Engine(policy, workers, global_batch).start()
+    for step in range(40):
+        quiet = step % 7 if step % 2 else workers
+        event = _step(workers, step, timetable.at(step).split, silent=quiet)
+        plan, engine = engine.update([event], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+
+
+def follows_changes(policy: Policy, workers: int, global_batch: int) -> None:
+    """Other workers, or another global batch, get a split at once, or a clear refusal."""
+    timetable, engine = Engine(policy, workers, global_batch).start()
+    for step in range(10):
+        plan, engine = engine.update([_step(workers, step, timetable.at(step).split)], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+    larger = 2 * global_batch
+    for change in (
+        Change.of(workers, global_batch=larger),
+        Change.of(workers, global_batch=global_batch, joined=1),
+        Change.of(workers, global_batch=global_batch, left=[0]),
+    ):
+        try:
+            plan, after = engine.update([change], 12)
+        except (InvalidSetting, InfeasibleSplit):
+            continue
+        assert plan is not None, f"no decision follows {change}"
+        check_split(plan.split, len(change.origin), change.global_batch)
+        event = _step(len(change.origin), 12, plan.split)
+        after.update([event], 14)
+
+
+LAWS: tuple[Law, ...] = (
+    starts_with_a_whole_split,
+    decides_the_same_again,
+    survives_json,
+    settles,
+    keeps_the_global_batch,
+    bears_silence,
+    follows_changes,
+)
+
+
+def _truth(workers: int) -> SpeedModel:
+    """Return workers of which each is slower than the one before."""
+    slowness = np.linspace(1, 3, workers)
+    lines = np.outer(slowness, [0.6, 1.0])
+    return SpeedModel.of(0.005 * lines, 0.002 * lines, [0.002, 0.001])
+
+
+def _step(
+    workers: int, step: int, split: tuple[int, ...], *, epoch: int = 0, silent: int | None = None
+) -> Observation:
+    """Return what such workers measure, with a scatter that depends on the step alone."""
+    scatter = 1 + 0.05 * np.sin(1.7 * step + 2.3 * np.arange(workers))
+    if silent is not None and silent < workers:
+        scatter[silent] = np.nan
+    seen = observe(_truth(workers), step, epoch, split, np.nan_to_num(scatter, nan=1.0))
+    hidden = np.isnan(scatter)
+    rows: dict[str, Any] = {
+        name: np.where(hidden if values.ndim == 1 else hidden[:, None], np.nan, values)
+        for name in ("ready_s", "done_s", "wait_s", "input_s")
+        if (values := getattr(seen, name)) is not None
+    }
+    return Observation(step, split, epoch, **rows)

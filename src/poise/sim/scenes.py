@@ -1,0 +1,47 @@
+"""Clusters and courses of events that papers and tests use."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from poise.core.timing import Floats, SpeedModel
+from poise.sim.truth import Bent, Truth
+
+CORES = {1: (12, 12, 12, 12), 2: (12, 12, 8, 16), 4: (9, 9, 6, 24), 8: (6, 6, 4, 32)}
+"""OmniLearn's core tables for synchronous training, by heterogeneity level: max / min cores."""
+WALK = (1, 2, 4, 8, 8, 4, 2, 1)
+"""OmniLearn's walk through these levels."""
+
+
+def by_cores(
+    cores: Sequence[float], *, global_batch: int = 240, fixed_share: float = 0.2
+) -> SpeedModel:
+    """Return workers that need 12 ms and a core for a sample, times inversely with their cores.
+
+    fixed_share is the part of an even split's step that does not depend on the local batch.
+    """
+    per_sample_s: Floats = 0.012 / np.array(cores, dtype=np.float64)
+    even_s = per_sample_s * global_batch / len(cores)
+    return SpeedModel.of(fixed_share * even_s, (1 - fixed_share) * per_sample_s)
+
+
+def walk(
+    *,
+    steps_per_level: int = 200,
+    bend: Callable[[Floats], Floats] | None = None,
+    fixed_share: float = 0.2,
+) -> Callable[[int], Truth]:
+    """Return OmniLearn's walk through heterogeneity levels, each for some steps."""
+    levels: dict[int, Truth] = {}
+    for level, cores in CORES.items():
+        model = by_cores(cores, fixed_share=fixed_share)
+        levels[level] = model if bend is None else Bent(model, bend)
+    return lambda step: levels[WALK[min(step // steps_per_level, len(WALK) - 1)]]
+
+
+BENDS: dict[str, Callable[[Floats], Floats]] = {
+    "b^0.8": lambda b: 60**0.2 * b**0.8,
+    "tiles of 8": lambda b: np.ceil(b / 8) * 8,
+    "a knee at 80": lambda b: b + 1.5 * np.maximum(b - 80, 0),
+}
+"""Times that no line represents, as functions that replace the local batch."""

@@ -1,0 +1,567 @@
+"""Laws of policies and of the engine that runs them; virtual workers, no processes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from poise.core.observation import Change, Event, Observation
+from poise.core.split import Split, even_split, optimal_split
+from poise.core.timing import SpeedModel
+from poise.engine.adaptation import Adaptation
+from poise.engine.bsp import Engine
+from poise.errors import InfeasibleSplit, InvalidSetting
+from poise.policy import (
+    Auto,
+    Bounds,
+    Decision,
+    Even,
+    Fixed,
+    LbBsp,
+    OptPerf,
+    Policy,
+    Proportional,
+    Static,
+    policy_named,
+)
+from poise.sim.bsp import Course, Noise, observe, simulate
+from poise.sim.conformance import LAWS, Law, check
+from poise.sim.scenes import BENDS, CORES, by_cores, walk
+from poise.sim.truth import Bent, Truth, slowed
+
+GLOBAL = 240
+ONLINE: list[Auto | Proportional | LbBsp | OptPerf] = [
+    Auto(),
+    Proportional(),
+    LbBsp(),
+    OptPerf(),
+]
+ALL: list[Policy] = [Even(), Fixed([20, 16, 12]), Static([3, 2, 1]), *ONLINE]
+BOUNDED: list[Policy] = [
+    replace(each, bounds=Bounds(min_batch=4, max_batch=30, multiple_of=2)) for each in ONLINE
+]
+
+
+def name(policy: object) -> str:
+    return type(policy).__name__
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("policy", [*ALL, *BOUNDED], ids=name)
+def test_every_policy_conforms(policy: Policy, law: Law) -> None:
+    law(policy, 3, 48)
+
+
+class Forgetful(Even):
+    """Breaks the laws: it changes its mind with every call."""
+
+    online = True
+
+    def update(self, state: None, events: Sequence[Event]) -> tuple[Decision | None, None]:
+        object.__setattr__(self, "calls", getattr(self, "calls", 0) + 1)
+        calls: int = self.calls  # type: ignore[attr-defined]
+        return Decision((8 + calls % 3, 40 - calls % 3, 0)), None
+
+
+def test_a_policy_that_breaks_the_laws_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="decided differently"):
+        check(Forgetful(), workers=3, global_batch=48)
+
+
+@pytest.mark.parametrize("policy", BOUNDED, ids=name)
+def test_bounds_and_multiples_hold_at_every_step(policy: Policy) -> None:
+    course = simulate(
+        policy,
+        lambda _: by_cores((6, 4, 32), global_batch=48),
+        global_batch=48,
+        steps=120,
+        noise=Noise(cv=0.1),
+        epoch_steps=20,
+    )
+    for split in course.splits:
+        assert all(4 <= local <= 30 and local % 2 == 0 for local in split)
+    assert len(set(course.splits)) > 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [("fast", "'fast' is unknown"), ("autos", "did you mean 'auto'"), ("static", "Static")],
+)
+def test_an_unknown_name_is_refused_with_what_there_is(wrong: str, message: str) -> None:
+    with pytest.raises(InvalidSetting, match=message):
+        policy_named(wrong)
+
+
+def test_static_shares_follow_the_resource_exactly() -> None:
+    assert Static(CORES[8]).init(4, GLOBAL)[0] == {0: (30, 30, 20, 160)}
+    with pytest.raises(InvalidSetting, match="resources of 4 workers, and there are 3"):
+        Static(CORES[8]).init(3, GLOBAL)
+    with pytest.raises(InvalidSetting, match="above 0"):
+        Static([1, 0])
+
+
+def test_proportional_moves_as_published_and_keeps_the_global_batch() -> None:
+    """b_k' = b_k mean(mu) / mu_k, normalized: in proportion to b_k / mu_k."""
+    policy = Proportional(patience=1)
+    _, state = policy.init(2, 90)
+    times = np.array([[0.2], [0.1]])
+    decision, _ = policy.update(state, [Observation(0, (45, 45), ready_s=times)])
+    assert decision is not None
+    assert decision.split == (30, 60)
+
+
+def test_proportional_stays_within_its_dead_band() -> None:
+    policy = Proportional(patience=1)
+    _, state = policy.init(2, 90)
+    times = np.array([[0.104], [0.1]])
+    assert policy.update(state, [Observation(0, (45, 45), ready_s=times)])[0] is None
+
+
+@pytest.mark.parametrize("fixed_share", [0.0, 0.2, 0.4])
+def test_the_error_of_proportional_shrinks_by_the_share_of_fixed_cost(fixed_share: float) -> None:
+    """Two workers, one twice as slow, times c + beta b: f times the error is left."""
+    slow, fast = 2.0, 1.0
+    total = 10**6
+    model = SpeedModel.of(
+        [slow * fixed_share, fast * fixed_share],
+        [slow * (1 - fixed_share) * 2 / total, fast * (1 - fixed_share) * 2 / total],
+    )
+    course = simulate(
+        Proportional(patience=1, dead_band=0.0), lambda _: model, global_batch=total, steps=9
+    )
+    best = optimal_split(model, total).split[0]
+    errors = [abs(plan.split[0] - best) / total for plan in course.plans]
+    assert best > 1
+    if fixed_share == 0:
+        assert errors[0] < 1e-5
+    else:
+        assert 0.5 * fixed_share < errors[1] / errors[0] < 2 * fixed_share
+
+
+def test_proportional_learns_the_largest_useful_batch() -> None:
+    """Worker 1 gets slower per sample beyond 60: it is not raised beyond where it was faster."""
+    policy = Proportional(patience=1)
+    _, state = policy.init(2, 100)
+    decision, state = policy.update(
+        state, [Observation(0, (50, 50), ready_s=np.array([[0.3], [0.1]]))]
+    )
+    assert decision is not None
+    raised = decision.split
+    slower = np.array([[0.1], [0.1 * raised[1] / 40]])
+    decision, state = policy.update(state, [Observation(2, raised, ready_s=slower)])
+    assert state.most[1] == 50
+
+
+def test_lbbsp_moves_a_fixed_number_of_samples_at_a_time() -> None:
+    policy = LbBsp(samples=5)
+    _, state = policy.init(3, 90)
+    times = np.array([[0.3], [0.2], [0.1]])
+    decision, _ = policy.update(state, [Observation(0, (30, 30, 30), ready_s=times)])
+    assert decision is not None
+    assert decision.split == (25, 30, 35)
+
+
+def test_optperf_learns_two_epochs_and_then_is_optimal() -> None:
+    """Without noise its two lines are the truth, and the third epoch has the best split."""
+    model = SpeedModel.two_lines(
+        [(0.001, 0.004), (0.002, 0.003), (0.004, 0.002)],
+        [(0.002, 0.008), (0.004, 0.006), (0.008, 0.004)],
+        0.3,
+        (0.010, 0.004),
+    )
+    course = simulate(OptPerf(), lambda _: model, global_batch=120, steps=80, epoch_steps=20)
+    assert course.splits[19] == even_split(3, 120)
+    assert course.splits[22] != course.splits[19]
+    assert course.step_s[50] == pytest.approx(course.best_s[50], rel=0.01)
+
+
+@pytest.mark.parametrize("policy", ONLINE, ids=name)
+def test_times_that_are_missing_are_an_error_and_not_an_even_split(policy: Policy) -> None:
+    _, engine = Engine(policy, 2, 8).start()
+    with pytest.raises(InvalidSetting, match="step 3 has none"):
+        engine.update([Observation(3, (4, 4))], 5)
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("ready_s", [[0.1], [-0.2]], r"ready_s=-0.2 on worker 1"),
+        ("ready_s", [[0.1], [np.inf]], r"ready_s=inf on worker 1"),
+        ("done_s", [[0.1]], "done_s of 1 workers and a split over 2"),
+        ("input_s", [0.1, -1.0], "input_s=-1.0 on worker 1"),
+        ("memory_bytes", [-1.0, 1.0], "memory_bytes=-1.0 on worker 0"),
+    ],
+)
+def test_impossible_measurements_are_refused(field: str, values: Any, message: str) -> None:
+    rows: dict[str, Any] = {"ready_s": np.array([[0.1], [0.1]]), field: np.array(values)}
+    _, engine = Engine(Auto(), 2, 8).start()
+    with pytest.raises(InvalidSetting, match=message):
+        engine.update([Observation(0, (4, 4), **rows)], 2)
+
+
+def test_an_engine_needs_workers_and_a_batch_for_them() -> None:
+    with pytest.raises(InvalidSetting, match="0 workers"):
+        Engine(Auto(), 0, 8).start()
+    with pytest.raises(InfeasibleSplit, match="raise global_batch"):
+        Engine(Auto(), 9, 8).start()
+
+
+def test_the_engine_checks_what_a_policy_says() -> None:
+    class Wrong(Even):
+        online = True
+
+        def update(self, state: None, events: Sequence[Event]) -> tuple[Decision, None]:
+            (event,) = events
+            assert isinstance(event, Observation)
+            return Decision((event.step, 1)), None
+
+    timetable, engine = Engine(Wrong(), 2, 8).start()
+    assert timetable.at(0).split == (4, 4)
+    plan, _ = engine.update([Observation(step=7, split=(4, 4))], 9)
+    assert plan is not None
+    assert (plan.split, plan.start_step) == ((7, 1), 9)
+    with pytest.raises(InvalidSetting, match="adds up to 9"):
+        engine.update([Observation(step=8, split=(4, 4))], 10)
+
+
+@pytest.mark.parametrize("policy", [Even(), Fixed([3, 5])])
+def test_policies_that_learn_nothing_never_change(policy: Policy) -> None:
+    assert not policy.online
+    _, state = policy.init(2, 8)
+    assert policy.update(state, [Observation(step=0, split=(3, 5))]) == (None, state)
+
+
+# auto
+
+
+def settled(truth: Truth, seed: int, *, cv: float, steps: int) -> Course:
+    noise = Noise(cv=cv)
+    return simulate(
+        Auto(), lambda _: truth, global_batch=GLOBAL, steps=steps, noise=noise, seed=seed
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2, 4, 8])
+def test_auto_finds_the_best_split_within_a_handful_of_steps(level: int) -> None:
+    course = settled(by_cores(CORES[level]), seed=level, cv=0.02, steps=40)
+    excess = course.step_s / course.best_s - 1
+    assert excess[15:].max() < 0.05
+    assert excess[-1] < 0.02
+
+
+def test_equal_workers_keep_the_even_split() -> None:
+    changed = sum(
+        len(settled(by_cores(CORES[1]), seed, cv=0.05, steps=200).plans) for seed in range(10)
+    )
+    assert changed <= 2
+
+
+HIGH_FIXED_COST = [(1, 1, 1, 1), (1, 1.2, 0.8, 1.1), (2, 1, 1, 0.5), (32, 6, 6, 4)]
+
+
+@pytest.mark.parametrize("speeds", HIGH_FIXED_COST, ids=str)
+@pytest.mark.parametrize("seeds", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_no_run_gets_stuck_where_fixed_cost_is_high(speeds: tuple[float, ...], seeds: int) -> None:
+    """Fixed-cost share 0.9, 10 % noise: within 2 % after at most 7 windows of 20 steps."""
+    model = by_cores(speeds, fixed_share=0.9)
+    for seed in range(seeds):
+        course = settled(model, seed, cv=0.1, steps=140)
+        excess = course.step_s / course.best_s - 1
+        assert excess[19::20].min() <= 0.02 + 1e-9, seed
+        assert excess[-1] <= 0.025, seed
+
+
+@pytest.mark.parametrize("speeds", HIGH_FIXED_COST[1:], ids=str)
+@pytest.mark.parametrize("seeds", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_no_run_gets_stuck_where_a_high_fixed_cost_is_the_same_for_all(
+    speeds: tuple[float, ...], seeds: int
+) -> None:
+    """Slopes of a tenth of a step drown in 10 % noise for long, and not for ever."""
+    own = by_cores(speeds, fixed_share=0.9)
+    model = SpeedModel.of(np.full(4, own.fixed_s.mean()), own.per_sample_s[:, 0])
+    for seed in range(seeds):
+        course = settled(model, seed, cv=0.1, steps=600)
+        assert (course.step_s / course.best_s - 1)[-200:].mean() <= 0.025, seed
+
+
+@pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_auto_follows_omnilearns_walk(seeds: int) -> None:
+    """Median regret at most 2 % at cv 5 % and a fixed-cost share of 0.2, and below all others."""
+    regrets = {
+        name(policy): float(np.median([walked(policy, seed) for seed in range(seeds)]))
+        for policy in ONLINE
+    }
+    print(regrets)
+    assert regrets["Auto"] <= 0.02
+    assert regrets["Auto"] == min(regrets.values())
+
+
+@pytest.mark.parametrize("bend", BENDS, ids=str)
+@pytest.mark.parametrize("seeds", [1, pytest.param(9, marks=pytest.mark.slow)])
+def test_auto_is_not_worse_than_proportional_where_no_line_fits(bend: str, seeds: int) -> None:
+    ours = [walked(Auto(), seed, bend=bend) for seed in range(seeds)]
+    theirs = [walked(Proportional(), seed, bend=bend) for seed in range(seeds)]
+    assert np.median(ours) <= np.median(theirs)
+
+
+@pytest.mark.parametrize("correlation", [0.5, 0.8])
+@pytest.mark.parametrize("seeds", [1, pytest.param(9, marks=pytest.mark.slow)])
+def test_auto_is_not_worse_than_proportional_under_noise_that_lasts(
+    correlation: float, seeds: int
+) -> None:
+    ours = [walked(Auto(), seed, correlation=correlation) for seed in range(seeds)]
+    theirs = [walked(Proportional(), seed, correlation=correlation) for seed in range(seeds)]
+    assert np.median(ours) <= np.median(theirs)
+
+
+def walked(
+    policy: Policy, seed: int, *, bend: str | None = None, correlation: float = 0.0
+) -> float:
+    return simulate(
+        policy,
+        walk(bend=None if bend is None else BENDS[bend]),
+        global_batch=GLOBAL,
+        steps=1600,
+        noise=Noise(cv=0.05, correlation=correlation),
+        seed=seed,
+        epoch_steps=200,
+    ).regret
+
+
+@pytest.mark.parametrize("bend", BENDS, ids=str)
+def test_auto_comes_close_to_the_best_split_of_a_bent_cluster(bend: str) -> None:
+    truth = Bent(by_cores(CORES[4]), BENDS[bend])
+    course = settled(truth, seed=1, cv=0.02, steps=150)
+    assert np.median(course.step_s[-50:] / course.best_s[-50:]) < 1.08
+
+
+def test_a_slowdown_of_one_worker_is_answered_within_ten_steps() -> None:
+    model = by_cores(CORES[2])
+    slower = slowed(model, [1, 4, 1, 1])
+    course = simulate(
+        Auto(),
+        lambda step: model if step < 60 else slower,
+        global_batch=GLOBAL,
+        steps=120,
+        noise=Noise(cv=0.05),
+        seed=3,
+    )
+    excess = course.step_s / course.best_s - 1
+    assert excess[70:].max() < 0.1
+    answers = [plan.why for plan in course.plans if 60 < plan.start_step <= 70]
+    assert any("the speed of worker" in why for why in answers)
+
+
+def test_a_stall_of_one_step_is_not_punished() -> None:
+    """One second in one step moves hardly anything, and not for ever."""
+    model = by_cores(CORES[2])
+    timetable, engine = Engine(Auto(), 4, GLOBAL).start()
+    draw = np.random.default_rng(5)
+    splits: list[Split] = []
+    for step in range(90):
+        split = timetable.at(step).split
+        splits.append(split)
+        factor = np.exp(0.03 * draw.standard_normal(4))
+        if step == 50:
+            factor[1] *= 20
+        plan, engine = engine.update([observe(model, step, 0, split, factor)], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+    best = optimal_split(model, GLOBAL).step_s
+    assert max(model.step_s(split) for split in splits[40:]) < 1.05 * best
+
+
+def test_a_loader_that_cannot_keep_up_is_a_limit_and_not_a_slope() -> None:
+    model = by_cores((12, 12, 12, 12))
+    starved = SpeedModel.of(model.fixed_s, model.per_sample_s, input_s=[0.004, 0, 0, 0])
+    course = simulate(
+        Auto(), lambda _: starved, global_batch=GLOBAL, steps=400, noise=Noise(cv=0.03), seed=2
+    )
+    excess = course.step_s / course.best_s - 1
+    assert np.median(excess[-200:]) < 0.03
+    assert len([plan for plan in course.plans if plan.start_step > 200]) <= 12
+    forecast = course.plans[-1].forecast
+    assert forecast is not None
+    assert forecast.model.input_s[0] > 0
+
+
+def test_communication_is_part_of_the_best_split() -> None:
+    """Where the reduction hides compute, equal compute times are not the best split."""
+    model = SpeedModel.two_lines(
+        [(0.0002, 0.002)] * 3 + [(0.001, 0.002)],
+        [(0.0004, 0.004)] * 3 + [(0.002, 0.004)],
+        0.2,
+        (0.060, 0.004),
+    )
+    course = simulate(
+        Auto(), lambda _: model, global_batch=400, steps=200, noise=Noise(cv=0.03), seed=4
+    )
+    assert course.step_s[-1] / course.best_s[-1] < 1.03
+
+
+def test_auto_never_grows_a_batch_beyond_its_memory() -> None:
+    """Worker 0 is fastest and has memory for 70 samples at most, with the margin for 62."""
+    model = by_cores((32, 6, 6, 4))
+    timetable, engine = Engine(Auto(), 4, GLOBAL).start()
+    for step in range(60):
+        split = timetable.at(step).split
+        seen = observe(model, step, 0, split, np.ones(4))
+        peak = 1e9 + 2e8 * np.array(split, dtype=float)
+        limit = np.array([15e9, 1e12, 1e12, 1e12])
+        seen = replace(seen, memory_bytes=peak, memory_limit_bytes=limit)
+        plan, engine = engine.update([seen], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+        assert 1e9 + 2e8 * split[0] <= 15e9 * 0.9 + 1
+    assert timetable.at(60).split[0] > 60
+
+
+def test_a_silent_worker_keeps_its_share() -> None:
+    model = by_cores(CORES[4])
+    timetable, engine = Engine(Auto(), 4, GLOBAL).start()
+    for step in range(80):
+        split = timetable.at(step).split
+        seen = observe(model, step, 0, split, np.ones(4))
+        assert seen.ready_s is not None
+        ready = seen.ready_s.copy()
+        if step >= 30:
+            ready[2] = np.nan
+        plan, engine = engine.update([replace(seen, ready_s=ready)], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+        if step == 29:
+            before = split
+    assert timetable.at(80).split == before
+
+
+def test_workers_that_join_or_leave_get_shares_at_once() -> None:
+    model = by_cores(CORES[8])
+    timetable, engine = Engine(Auto(), 4, GLOBAL).start()
+    for step in range(20):
+        split = timetable.at(step).split
+        plan, engine = engine.update([observe(model, step, 0, split, np.ones(4))], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+    gone, rest = engine.update([Change.of(4, global_batch=GLOBAL, left=[3])], 20)
+    assert gone is not None
+    assert rest.workers == 3
+    assert model.take([0, 1, 2]).step_s(gone.split) == pytest.approx(
+        optimal_split(model.take([0, 1, 2]), GLOBAL).step_s, rel=0.05
+    )
+    more, larger = engine.update([Change.of(4, global_batch=GLOBAL, joined=2)], 20)
+    assert more is not None
+    assert larger.workers == 6
+    assert min(more.split) > 0
+    with pytest.raises(InvalidSetting, match="name workers that were there"):
+        Change.of(4, global_batch=GLOBAL, left=[7])
+
+
+def test_two_observations_at_once_are_learned_from_in_turn() -> None:
+    model = by_cores(CORES[8])
+    split = even_split(4, GLOBAL)
+    seen = [observe(model, step, 0, split, np.ones(4)) for step in range(2)]
+    _, engine = Engine(Auto(), 4, GLOBAL).start()
+    together, _ = engine.update(seen, 4)
+    _, engine = engine.update(seen[:1], 3)
+    assert together is not None
+    assert together.split[3] > 100
+
+
+# the global batch
+
+
+def adapting(
+    norms: Any, model: SpeedModel, steps: int = 400
+) -> tuple[list[int], list[float], Engine]:
+    """Train virtually with gradients of a known noise scale."""
+    adapt = Adaptation(lowest=60, highest=4000)
+    timetable, engine = Engine(Auto(), 4, GLOBAL, adapt).start()
+    draw = np.random.default_rng(0)
+    sizes, factors = [], []
+    for step in range(steps):
+        plan = timetable.at(step)
+        sizes.append(plan.global_batch)
+        factors.append(plan.learning_rate_factor)
+        seen = observe(model, step, 0, plan.split, np.exp(0.02 * draw.standard_normal(4)))
+        local, whole = norms(np.array(plan.split), draw)
+        seen = replace(seen, local_sqnorms=local, global_sqnorm=whole)
+        new, engine = engine.update([seen], step + 2)
+        timetable = timetable if new is None else timetable.announce(new)
+    return sizes, factors, engine
+
+
+def gradients(trace: float, grad_sq: float, size: int = 400) -> Any:
+    """Return a function that draws the squared norms of Gaussian gradients."""
+    mean = np.full(size, np.sqrt(grad_sq / size))
+
+    def norms(split: Any, draw: np.random.Generator) -> tuple[Any, float]:
+        noise = draw.standard_normal((len(split), size)) * np.sqrt(trace / size)
+        local = mean + noise / np.sqrt(split)[:, None]
+        whole = (split[:, None] * local).sum(axis=0) / split.sum()
+        return (local**2).sum(axis=1), float((whole**2).sum())
+
+    return norms
+
+
+def test_the_global_batch_follows_the_noise_scale() -> None:
+    """Phi = 4000: B* = sqrt(phi D / C), far above the start; the rate follows AdaScale."""
+    model = by_cores(CORES[4], fixed_share=0.5)
+    sizes, factors, engine = adapting(gradients(trace=4000.0, grad_sq=1.0), model)
+    assert sizes[0] == GLOBAL
+    assert sizes[-1] > 2 * GLOBAL
+    assert factors[0] == 1.0
+    kappa = sizes[-1] / GLOBAL
+    gain = (4000 / GLOBAL + 1) / (4000 / sizes[-1] + 1)
+    assert 1 < factors[-1] <= kappa
+    assert factors[-1] == pytest.approx(gain, rel=0.1)
+    assert engine.global_batch == sizes[-1]
+    assert len(set(sizes)) <= 4
+
+
+def test_a_clean_gradient_lets_the_global_batch_shrink() -> None:
+    model = by_cores(CORES[1], fixed_share=0.2)
+    sizes, factors, _ = adapting(gradients(trace=20.0, grad_sq=1.0), model)
+    assert sizes[-1] < GLOBAL
+    assert factors[-1] < 1
+
+
+def test_an_unknown_noise_scale_moves_nothing() -> None:
+    """A gradient that is all noise: |G|^2 cannot be told from 0."""
+    model = by_cores(CORES[4], fixed_share=0.5)
+    sizes, factors, _ = adapting(gradients(trace=400.0, grad_sq=0.0), model, steps=80)
+    assert set(sizes) == {GLOBAL}
+    assert set(factors) == {1.0}
+
+
+def test_a_fixed_global_batch_leaves_the_learning_rate_alone() -> None:
+    course = simulate(
+        Auto(), lambda _: by_cores(CORES[8]), global_batch=GLOBAL, steps=50, noise=Noise(cv=0.05)
+    )
+    assert {plan.learning_rate_factor for plan in course.plans} == {1.0}
+
+
+def test_a_policy_that_predicts_nothing_cannot_choose_a_global_batch() -> None:
+    with pytest.raises(InvalidSetting, match="cannot predict step times"):
+        Engine(Proportional(), 2, 8, Adaptation(lowest=4, highest=64)).start()
+    with pytest.raises(InvalidSetting, match="a range from 1 that rises"):
+        Adaptation(lowest=64, highest=4)
+    with pytest.raises(InvalidSetting, match="did you mean 'linear'"):
+        Adaptation(lowest=4, highest=64, rule="liner")
+
+
+def test_what_an_engine_learned_survives_a_checkpoint() -> None:
+    """A run stopped at any step and resumed makes the same decisions."""
+    model = by_cores(CORES[8])
+    start = Engine(Auto(), 4, GLOBAL, Adaptation(lowest=60, highest=4000))
+    timetable, engine = start.start()
+    norms = gradients(trace=3000.0, grad_sq=1.0)
+    draw = np.random.default_rng(1)
+    for step in range(60):
+        plan_now = timetable.at(step)
+        seen = observe(model, step, 0, plan_now.split, np.exp(0.05 * draw.standard_normal(4)))
+        local, whole = norms(np.array(plan_now.split), draw)
+        seen = replace(seen, local_sqnorms=local, global_sqnorm=whole)
+        resumed = start.load_state_dict(engine.state_dict())
+        plan, engine = engine.update([seen], step + 2)
+        again, _ = resumed.update([seen], step + 2)
+        assert plan == again
+        timetable = timetable if plan is None else timetable.announce(plan)
+    assert len(timetable.plans) > 1
