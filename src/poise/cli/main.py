@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_doctor(commands)
+    _add_plan(commands)
     _add_verify(commands)
     return parser
 
@@ -62,6 +63,39 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a training script, its args"
     )
     doctor.set_defaults(run=_doctor)
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Split a global batch over machines that are only described, before any is used."
+    plan = commands.add_parser(
+        "plan",
+        help=text,
+        description=text + " Says who gets how many samples, how long a step takes, how much an "
+        "even split would lose, and which worker is not worth having.",
+    )
+    plan.add_argument("file", metavar="CLUSTER.toml", help="workers and network")
+    plan.add_argument(
+        "--global-batch", required=True, metavar="N", help="samples of a step, over all workers"
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    plan.add_argument(
+        "--sweep",
+        metavar="FILE",
+        help="draw throughput over the global batch into a .png or .svg; needs poise[report]",
+    )
+    plan.add_argument(
+        "--noise-scale",
+        metavar="PHI",
+        help="gradient noise scale in samples: also find the global batch that learns fastest "
+        "(default: [training] noise_scale of the file)",
+    )
+    plan.add_argument(
+        "--start-batch",
+        metavar="B0",
+        help="global batch that the learning rate is chosen for (default: [training] start_batch "
+        "of the file, else N)",
+    )
+    plan.set_defaults(run=_plan)
 
 
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -113,6 +147,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from poise.cli.doctor import doctor
 
     return doctor(workers=arguments.workers, script=arguments.script)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from poise.cli.plan import plan
+
+    return plan(
+        file=arguments.file,
+        global_batch=arguments.global_batch,
+        as_json=arguments.json,
+        picture=arguments.sweep,
+        noise_scale=arguments.noise_scale,
+        start_batch=arguments.start_batch,
+    )
 
 
 def _verify(arguments: argparse.Namespace) -> int:

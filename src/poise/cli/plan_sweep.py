@@ -1,0 +1,160 @@
+"""The picture of `poise plan --sweep`: throughput and goodput over the global batch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from poise.cli.plan_findings import Findings, Learning, batches_around, even_of
+from poise.cli.requirements import require
+from poise.core.cluster import limits_of, speed_model
+from poise.core.goodput import efficiency
+from poise.core.limits import Limits
+from poise.core.plan import best_plan
+from poise.errors import InfeasibleSplit, InvalidSetting
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+POINTS = 90
+SUFFIXES = (".png", ".svg")
+
+_BEST, _EVEN, _GOODPUT, _QUIET = "#1b6ca8", "#c8553d", "#3a7d44", "#555555"
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is predicted of one global batch."""
+
+    global_batch: int
+    best: float
+    """Samples per second with the best split."""
+    even: float | None
+    """The same with an even split; None where that does not fit."""
+    worth: float | None
+    """What a sample teaches, compared with one of the start batch; None where not known."""
+
+
+def check_picture(path: Path) -> None:
+    """Raise unless a picture of this name can be drawn."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidSetting(
+            f"--sweep {path} is not a picture that can be drawn; name it .png or .svg"
+        )
+    require("matplotlib", extra="report")
+
+
+def sweep(findings: Findings) -> list[Point]:
+    """Plan the cluster for about a hundred global batches, evenly spaced on a logarithmic scale."""
+    cluster = findings.cluster
+    model, limits = speed_model(cluster.workers, cluster.network), limits_of(cluster.workers)
+    points = []
+    for batch in _batches(limits, findings.plan.global_batch):
+        try:
+            best = best_plan(model, limits, batch)
+        except InfeasibleSplit:  # not a sum of multiples
+            continue
+        even_s = even_of(best, limits).step_s
+        points.append(
+            Point(
+                batch,
+                best=batch / best.step_s,
+                even=None if even_s is None else batch / even_s,
+                worth=_worth(findings.learning, batch),
+            )
+        )
+    return points
+
+
+def draw(findings: Findings, points: Sequence[Point], path: Path) -> None:
+    """Write the picture; raises InvalidSetting if the file cannot be written."""
+    try:
+        figure(findings, points).savefig(path, dpi=150)
+    except OSError as error:
+        raise InvalidSetting(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def figure(findings: Findings, points: Sequence[Point]) -> "Figure":
+    """Return the picture: an object of its own, which nothing else knows of."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(7.5, 4.6), layout="constrained")
+    axes = drawn.add_subplot()
+    _draw_lines(axes, points, findings)
+    _mark_batches(axes, findings)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.margins(x=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("global batch (samples)")
+    axes.set_ylabel("samples per second")
+    axes.set_title(_title(findings), fontsize=11, loc="left", parse_math=False)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=9, framealpha=0.9, edgecolor="none")
+    return drawn
+
+
+def _batches(limits: Limits, global_batch: int) -> list[int]:
+    low, high = batches_around(limits, global_batch)
+    unit = math.lcm(*{int(each) for each in limits.multiple})
+    spaced = np.geomspace(low, high, POINTS)
+    whole = {min(high, max(low, round(size / unit) * unit)) for size in spaced}
+    last_even = _last_even(limits)
+    return sorted(whole | {global_batch} | ({last_even} if low <= last_even <= high else set()))
+
+
+def _last_even(limits: Limits) -> int:
+    """Return the largest global batch whose even split fits."""
+    return limits.workers * int(limits.high.min())
+
+
+def _worth(learning: Learning | None, batch: int) -> float | None:
+    if learning is None:
+        return None
+    return efficiency(learning.noise_scale, batch, learning.start_batch)
+
+
+def _draw_lines(axes: "Axes", points: Sequence[Point], findings: Findings) -> None:
+    x = [point.global_batch for point in points]
+    axes.plot(x, [point.best for point in points], color=_BEST, label="throughput, best split")
+    fits = [(point.global_batch, point.even) for point in points if point.even is not None]
+    if fits:
+        label = "throughput, even split"
+        ends = fits[-1][0] == _last_even(limits_of(findings.cluster.workers)) < x[-1]
+        axes.plot(
+            *zip(*fits, strict=True),
+            color=_EVEN,
+            marker="x" if ends else None,
+            markevery=[-1],
+            label=f"{label} (beyond x it does not fit)" if ends else label,
+        )
+    if findings.learning is not None:
+        label = f"goodput, best split (noise scale {findings.learning.noise_scale:,.0f})"
+        y = [point.best * (point.worth or 0.0) for point in points]
+        axes.plot(x, y, color=_GOODPUT, linestyle="-.", label=label)
+
+
+def _mark_batches(axes: "Axes", findings: Findings) -> None:
+    asked, learning = findings.plan.global_batch, findings.learning
+    axes.axvline(asked, color=_QUIET, linewidth=1, linestyle="--", label=f"asked for: {asked:,}")
+    if learning is not None:
+        best = learning.best_global_batch
+        axes.plot(
+            best,
+            learning.best_goodput,
+            color=_GOODPUT,
+            marker="o",
+            linestyle="none",
+            label=f"highest goodput: {best:,}",
+        )
+
+
+def _title(findings: Findings) -> str:
+    workers = len(findings.cluster.workers)
+    return findings.cluster.title or f"{workers:,} worker" + ("s" if workers > 1 else "")
