@@ -43,6 +43,8 @@ class AutoState:
     early: int = 0
     cost_s: float = 0.0
     """What a change costs: by how much the first two steps after it are longer."""
+    changes: int = 0
+    """How often the split changed since a worker's speed last did."""
     caps: Floats | None = None
     """The largest local batches that fit into memory."""
 
@@ -60,6 +62,10 @@ class Auto:
     """Steps to see before a split is tried for what it teaches."""
     careful_gain: float = 0.1
     """From this gain on a split goes no further than the fit is sure of."""
+    free_changes: int = 3
+    """So many changes may follow each other at any pace,"""
+    unhurried: int = 2
+    """and each further one waits for so many more steps than the one before."""
     curiosity: float = 1.2
     """How much more than otherwise such a trial must promise."""
 
@@ -121,6 +127,8 @@ class Auto:
         chance = _chance(state, int(local_s.argmax()))
         least = max(self.least_gain, chance, state.cost_s / now_s / self.horizon)
         best_now = _best(model, limits, state.split, now_s * (1 - least))
+        if best_now is not None and self._hasty(state, 1 - best_now.step_s / now_s):
+            return None
         if best_now is not None:
             best_now = self._further(state, limits, now_s, best_now)
             return _decision(model, limits, best_now, _why(state, now_s, best_now.step_s))
@@ -132,6 +140,15 @@ class Auto:
         if trial is None:
             return None
         return _decision(steep, limits, trial, "to see how times change with the local batch")
+
+    def _hasty(self, state: AutoState, gain: float) -> bool:
+        """Whether a small gain comes too soon after others.
+
+        Where no line fits the times, some split always seems a little better: each change asks
+        for a longer look than the one before.
+        """
+        due = self.unhurried * (state.changes - self.free_changes)
+        return gain < self.careful_gain and float(state.fit.seen.min()) < due
 
     def _further(self, state: AutoState, limits: Limits, now_s: float, best: Optimum) -> Optimum:
         """Return a split that goes further where little is to gain and slopes are uncertain.
@@ -197,7 +214,10 @@ def _adopted(state: AutoState, split: Split) -> AutoState:
     cost_s = state.cost_s
     if state.settled >= 5 and not state.alarmed:  # noqa: PLR2004
         cost_s += 0.3 * (max(0.0, state.early_s - 2 * state.settled_s) - cost_s)
-    return AutoState(state.fit, state.memory, split, cost_s=cost_s, caps=state.caps)
+    changes = 1 if state.alarmed else state.changes + 1
+    return AutoState(
+        state.fit, state.memory, split, cost_s=cost_s, changes=changes, caps=state.caps
+    )
 
 
 def _chance(state: AutoState, slowest: int) -> float:

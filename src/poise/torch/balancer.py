@@ -117,6 +117,7 @@ class Balancer:
         self._optimizer_hooks: list[RemovableHandle] = []
         self._recorded = record is not None
         self._recorder: Recorder | None = None
+        self._exchange: Exchange | None = None
         atexit.register(self._at_exit)
         engine = Engine(self._policy, self._cluster.workers, global_batch)
         try:
@@ -301,6 +302,8 @@ class Balancer:
         """
         if self._release():
             self._liveness.finish()
+            if self._exchange is not None:
+                self._exchange.finish()
             self._leave()
 
     def __enter__(self) -> "Balancer":
@@ -334,6 +337,8 @@ class Balancer:
     def _leave(self) -> None:
         for model in self._models:
             model.release()
+        if self._recorder is not None:
+            self._recorder.close()
         self._cluster.leave()
 
     def _release(self) -> bool:
@@ -344,8 +349,6 @@ class Balancer:
         atexit.unregister(self._at_exit)
         for hook in self._optimizer_hooks:
             hook.remove()
-        if self._recorder is not None:
-            self._recorder.close()
         return True
 
     def _after_optimizer_step(self, *_: Any) -> None:
@@ -400,7 +403,7 @@ class Balancer:
     ) -> ShareLoader | StreamLoader:
         self._orders = orders
         leads = [int(row[0]) for row in self._control.table([lead(loader)], "prepare")]
-        exchange = Exchange(
+        self._exchange = exchange = Exchange(
             self._run,
             self._engine,
             max(leads),

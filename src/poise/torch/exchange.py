@@ -9,6 +9,7 @@ plan that concerns it, however far it runs ahead.
 
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from poise.records import Recorder
 from poise.torch.run import Run
 
 _NO_CHANGE = -1
+_LAST_WAIT = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ class Exchange:
         while self._posted:
             self._absorb(self._posted.popleft())
 
+    def finish(self) -> None:
+        """Write the rest of the record; all workers have posted what they will ever post."""
+        if self._recorder is None:
+            return
+        for posted in self._posted:
+            try:
+                posted.work.wait(_LAST_WAIT)
+            except RuntimeError:  # a worker ended a step early: nothing can be said of it
+                break
+            self._take_in(posted)
+        self._recorder.close()
+
     def _table(self, batch: Batch) -> torch.Tensor:
         """Columns: the step; whether it compiled; a new plan: start step or none, factor, split.
 
@@ -100,6 +114,10 @@ class Exchange:
         step = posted.batch.step
         with self._run.liveness.watch(f"the exchange of step {step}"):
             posted.work.wait()
+        self._take_in(posted)
+
+    def _take_in(self, posted: _Posted) -> None:
+        step = posted.batch.step
         rows = posted.table.tolist()
         steps = [int(row[0]) for row in rows]
         if any(other != step for other in steps):
