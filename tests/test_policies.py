@@ -340,18 +340,19 @@ def test_auto_comes_close_to_the_best_split_of_a_bent_cluster(bend: str) -> None
 def test_a_slowdown_of_one_worker_is_answered_within_ten_steps() -> None:
     model = by_cores(CORES[2])
     slower = slowed(model, [1, 4, 1, 1])
-    course = simulate(
-        Auto(),
-        lambda step: model if step < 60 else slower,
-        global_batch=GLOBAL,
-        steps=120,
-        noise=Noise(cv=0.05),
-        seed=3,
-    )
-    excess = course.step_s / course.best_s - 1
-    assert excess[70:].max() < 0.1
-    answers = [plan.why for plan in course.plans if 60 < plan.start_step <= 70]
-    assert any("the speed of worker" in why for why in answers)
+    for seed in range(5):
+        course = simulate(
+            Auto(),
+            lambda step: model if step < 60 else slower,
+            global_batch=GLOBAL,
+            steps=120,
+            noise=Noise(cv=0.05),
+            seed=seed,
+        )
+        excess = course.step_s / course.best_s - 1
+        assert excess[70:].max() < 0.1
+        answers = [plan.why for plan in course.plans if 60 < plan.start_step <= 70]
+        assert any("the speed of worker 1 changed" in why for why in answers)
 
 
 def test_a_stall_of_one_step_is_not_punished() -> None:

@@ -144,6 +144,11 @@ class Fit:
         level = np.maximum(np.where(self.seen > 0, self.mean_y[:, -1], 1.0), LEAST_SLOPE)
         return np.asarray((self.pool[:, 0] + w) * level**2)
 
+    @property
+    def suspected(self) -> bool:
+        """Whether some worker's speed seems to have changed, and an alarm is half-way."""
+        return bool(max(self.rising.max(), self.falling.max()) > ALARM / 2)
+
     def update(self, observation: Observation) -> tuple["Fit", Ints]:
         """Learn from one step; return the next fit and the workers whose speed changed."""
         times = np.asfortranarray(observation.times("the speed model"))

@@ -89,6 +89,8 @@ class Auto:
                 state = _learned(state, event)
         last = events[-1] if events else None
         if isinstance(last, Observation) and last.split == state.split and state.fit.known:
+            if state.fit.suspected and not state.alarmed:
+                return decision, state  # half of the evidence points both ways: wait for the rest
             better = self._better(state)
             if better is not None:
                 decision, state = better, _adopted(state, better.split)
