@@ -415,6 +415,9 @@ def test_auto_never_grows_a_batch_beyond_its_memory() -> None:
         timetable = timetable if plan is None else timetable.announce(plan)
         assert 1e9 + 2e8 * split[0] <= 15e9 * 0.9 + 1
     assert timetable.at(60).split[0] > 60
+    plan, _ = engine.update([Change.of(4, global_batch=GLOBAL + 40, joined=1)], 62)
+    assert plan is not None
+    assert plan.split[0] <= 62
 
 
 def test_a_silent_worker_keeps_its_share() -> None:

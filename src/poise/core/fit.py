@@ -12,6 +12,7 @@ multiplicative, so that in these units it changes t1 and nothing else.
 All arrays run over workers, or workers x buckets, and nothing loops over workers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -42,7 +43,7 @@ DOUBT = 0.2
 RECENT = 8
 """How many of the last deviations tell by how much."""
 FEWEST = 4
-"""In how many an alarm can be reached."""
+"""In so many an alarm can be reached by a worker that seemed to change a little before."""
 TRIM = 2.0
 """Standard errors from which a window's mean overrules the line."""
 
@@ -80,7 +81,7 @@ class Fit:
     run: Ints
     """For how many observations the larger CUSUM has been above zero."""
     bucket_s: Floats
-    """Mea reduction time of each bucket, and over how many steps it is taken."""
+    """Mean reduction time of each bucket, and over how many steps it is taken."""
     bucket_count: float
     input_s: Floats
     """Seconds per sample in the loader; 0: no limit was ever seen."""
@@ -157,7 +158,7 @@ class Fit:
             fit = Fit.start(self.workers, times.shape[1])  # buckets were rebuilt: other lines
         if observation.split != fit.split:
             fit = fit._new_window(observation.split)
-        batches = np.array(observation.split, dtype=np.float64)
+        batches = observation.batches
         usable = (batches > 0) & ~np.isnan(times).any(axis=1) & (times[:, -1] > 0)
         usable[list(observation.compiling)] = False
         fit = fit._first_samples(batches, times, usable)
@@ -367,7 +368,7 @@ class Fit:
         old = np.where(self.input_s > 0, self.input_s, seen)
         moved = old + 0.2 * (seen - old)
         step_s = np.nanmax(observation.times("the speed model")[:, -1])
-        faster = self.input_s * np.array(observation.split) > step_s
+        faster = self.input_s * observation.batches > step_s
         kept = np.where(faster, 0.99 * self.input_s, self.input_s)
         return replace(self, input_s=np.where(np.isnan(seen), kept, moved))
 
@@ -399,24 +400,25 @@ class Fit:
 
     def _lines(self, buckets: slice = slice(None)) -> tuple[Floats, Floats]:
         """Return (c, beta), workers x buckets, in units of the first sample."""
-        a, b, d = (each[:, None] for each in self._precision)
-        w, wx, _ = (each[:, None] for each in self._window)
-        over, mean_y = (1 / self.noise**2)[:, None], self.mean_y[:, buckets]
-        right_c = FIXED_PRIOR[0] / FIXED_PRIOR[1] ** 2 + over * (
-            self.pool_y[:, buckets] + w * mean_y
-        )
-        right_s = SLOPE_PRIOR[0] / SLOPE_PRIOR[1] ** 2 + over * (
-            self.pool_xy[:, buckets] + wx * mean_y
-        )
+        a, b, d = self._precision
+        w, wx, _ = self._window
+        over = 1 / self.noise**2
+        prior_c = FIXED_PRIOR[0] / FIXED_PRIOR[1] ** 2
+        prior_s = SLOPE_PRIOR[0] / SLOPE_PRIOR[1] ** 2
         determinant = a * d - b * b
-        fixed = (d * right_c - b * right_s) / determinant
-        slope = (a * right_s - b * right_c) / determinant
+        sums = self.pool_y[:, buckets], self.pool_xy[:, buckets], self.mean_y[:, buckets]
+        fixed = _combined(sums, (d * over, -b * over, (d * w - b * wx) * over), determinant)
+        slope = _combined(sums, (-b * over, a * over, (a * wx - b * w) * over), determinant)
+        fixed += ((d * prior_c - b * prior_s) / determinant)[:, None]
+        slope += ((a * prior_s - b * prior_c) / determinant)[:, None]
+        # At a bound of one of the two, the other is what fits best given that.
         if (below := fixed < 0).any():
-            slope = np.where(below, right_s / d, slope)
-            fixed = np.maximum(fixed, 0.0)
+            slope += below * fixed * (b / d)[:, None]
+            np.maximum(fixed, 0.0, out=fixed)
         if (flat := slope < LEAST_SLOPE).any():
-            level = np.maximum((right_c - b * LEAST_SLOPE) / a, 0.0)
-            fixed, slope = np.where(flat, level, fixed), np.maximum(slope, LEAST_SLOPE)
+            fixed += flat * (slope - LEAST_SLOPE) * (b / a)[:, None]
+            np.maximum(slope, LEAST_SLOPE, out=slope)
+            np.maximum(fixed, 0.0, out=fixed)
         return fixed, slope
 
     def _variance(self, x: Floats) -> Floats:
@@ -455,6 +457,16 @@ _PER_WORKER = (
     "run",
     "input_s",
 )
+
+
+def _combined(tables: Sequence[Floats], factors: Sequence[Floats], over: Floats) -> Floats:
+    """Return the sum of tables times factors of each row, divided by another one."""
+    total: Floats = tables[0] * (factors[0] / over)[:, None]
+    part = np.empty_like(total)
+    for table, factor in zip(tables[1:], factors[1:], strict=True):
+        np.multiply(table, (factor / over)[:, None], out=part)
+        total += part
+    return total
 
 
 def _table(workers: int, columns: int) -> Floats:

@@ -105,18 +105,23 @@ class Auto:
 
     def _changed(self, state: AutoState, change: Change) -> tuple[Decision, AutoState]:
         """Split another global batch, or over other workers, by what is known of them."""
-        fit = state.fit.take(change.origin)
+        fit, memory = state.fit.take(change.origin), state.memory.take(change.origin)
+        caps = None
+        if state.caps is not None:
+            known = [np.inf if number is None else state.caps[number] for number in change.origin]
+            caps = np.array(known)
         if np.isnan(fit.first_batch).all():
             split = self.bounds.even(fit.workers, change.global_batch)
             decision = Decision(split, "nothing is known of these workers: even shares")
         else:
             model = fit.model()
             limits = self.bounds.limits(fit.workers)
+            if caps is not None and limits.capped(caps).most >= change.global_batch:
+                limits = limits.capped(caps)
             best = optimal_split(model, change.global_batch, limits)
             why = f"{fit.workers} workers share {change.global_batch} samples"
             decision = _decision(model, limits, best, why)
-        memory = state.memory.take(change.origin)
-        return decision, AutoState(fit, memory, decision.split, cost_s=state.cost_s)
+        return decision, AutoState(fit, memory, decision.split, cost_s=state.cost_s, caps=caps)
 
     def _better(self, state: AutoState) -> Decision | None:
         """Return a decision for a split that pays, if there is one."""

@@ -8,7 +8,7 @@ plan that concerns it, however far it runs ahead.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -55,6 +55,7 @@ class Exchange:
         self._posted: deque[_Posted] = deque()
         self._next_step = 0
         self._decided: Plan | None = None
+        self._announced: Plan | None = None
 
     def plan_at(self, step: int) -> Plan:
         """Return the plan for a step that is about to be cut."""
@@ -107,7 +108,7 @@ class Exchange:
             table[worker, 2] = max(self._decided.start_step, batch.step + self._delay)
             table[worker, 3] = self._decided.learning_rate_factor
             table[worker, 4:] = torch.tensor(self._decided.split, dtype=torch.float64)
-            self._decided = None
+            self._announced, self._decided = self._decided, None
         return table
 
     def _absorb(self, posted: _Posted) -> None:
@@ -127,6 +128,9 @@ class Exchange:
         start_step, factor, *local_batches = rows[0][2:]
         if start_step != _NO_CHANGE:
             plan = Plan(tuple(int(local) for local in local_batches), int(start_step), factor)
+            if self._announced is not None and self._announced.split == plan.split:
+                # Worker 0 knows more of its own plan than travels.
+                plan = replace(self._announced, start_step=plan.start_step)
             self._run.timetable = self._run.timetable.announce(plan)
         if self._run.cluster.worker == 0:
             self._decide(
