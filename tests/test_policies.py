@@ -12,7 +12,7 @@ from poise.core.split import Split, even_split, optimal_split
 from poise.core.timing import SpeedModel
 from poise.engine.adaptation import Adaptation
 from poise.engine.bsp import Engine
-from poise.errors import InfeasibleSplit, InvalidSetting
+from poise.errors import InfeasibleSplit, InvalidSetting, StateMismatch
 from poise.policy import (
     Auto,
     Bounds,
@@ -569,3 +569,145 @@ def test_what_an_engine_learned_survives_a_checkpoint() -> None:
         assert plan == again
         timetable = timetable if plan is None else timetable.announce(plan)
     assert len(timetable.plans) > 1
+
+
+# found by trying to break it
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.03])
+def test_a_split_that_made_steps_longer_is_left_again(cv: float) -> None:
+    """One sample more means another pass, and a step a third longer: no line says so."""
+    truth = SpeedModel.of([0.03, 0.0315], [0.002, 0.0021], micro_batch=32)
+    course = simulate(
+        Auto(), lambda _: truth, global_batch=64, steps=600, noise=Noise(cv=cv), seed=1
+    )
+    assert course.regret < 0.03
+    assert len(course.plans) < 20
+    assert any("going back" in plan.why for plan in course.plans)
+
+
+def test_a_loader_hidden_behind_the_reduction_is_no_reason_to_move() -> None:
+    truth = SpeedModel.of(
+        [[0.004, 0.007, 0.01]] * 2,
+        [[0.002, 0.004, 0.006], [0.004, 0.007, 0.011]],
+        [0.02] * 3,
+        input_s=[0.0078, 0],
+    )
+    for cv in (0.0, 0.02):
+        course = simulate(
+            Auto(), lambda _: truth, global_batch=64, steps=400, noise=Noise(cv=cv), seed=1
+        )
+        assert len(course.plans) <= 6
+        assert course.regret < 0.01
+
+
+def test_a_small_last_batch_does_not_keep_auto_from_deciding() -> None:
+    """Four steps at once, the last of them the end of an epoch."""
+    model = by_cores(CORES[8])
+    split = even_split(4, GLOBAL)
+    seen = [observe(model, step, 0, split, np.ones(4)) for step in range(3)]
+    seen.append(observe(model, 3, 0, even_split(4, 100), np.ones(4)))
+    _, engine = Engine(Auto(), 4, GLOBAL).start()
+    assert engine.update(seen, 6)[0] is not None
+
+
+@pytest.mark.parametrize("policy", [Auto(), Proportional(), LbBsp()], ids=name)
+def test_a_worker_that_never_reports_is_not_waited_for(policy: Policy) -> None:
+    model = by_cores((24, 12, 6), global_batch=96)
+    timetable, engine = Engine(policy, 3, 96).start()
+    for step in range(90):
+        seen = observe(model, step, 0, timetable.at(step).split, np.ones(3))
+        assert seen.ready_s is not None
+        ready = seen.ready_s.copy()
+        ready[1] = np.nan
+        plan, engine = engine.update([replace(seen, ready_s=ready, done_s=None)], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+    assert timetable.at(92).split[0] > timetable.at(92).split[2]
+
+
+@pytest.mark.parametrize("policy", ONLINE, ids=name)
+def test_idle_workers_and_changes_in_a_row_are_borne(policy: Any) -> None:
+    free = replace(policy, bounds=Bounds(min_batch=0))
+    model = SpeedModel.of([0.001, 0.01], [0.001, 0.01])
+    timetable, engine = Engine(free, 2, 16).start()
+    for step in range(60):
+        seen = observe(model, step, step // 10, timetable.at(step).split, np.ones(2))
+        plan, engine = engine.update([seen], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+    assert timetable.at(62).split[0] > 12
+    for size in (32, 16):
+        plan, engine = engine.update([Change.of(2, global_batch=size)], 64)
+    assert plan is not None
+    assert plan.split[0] > 12
+
+
+def test_optperf_keeps_a_decision_of_an_earlier_event() -> None:
+    model = by_cores((24, 6), global_batch=40)
+    _, engine = Engine(OptPerf(), 2, 40).start()
+    seen = [observe(model, step, step // 2, (20, 20), np.ones(2)) for step in range(3)]
+    late = observe(model, 3, 2, (20, 20), np.ones(2))
+    plan, engine = engine.update([*seen, late], 5)
+    assert plan is not None
+    assert plan.split == engine.state.split
+
+
+def test_lbbsp_keeps_different_multiples() -> None:
+    policy = LbBsp(bounds=Bounds(multiple_of=(4, 6)))
+    course = simulate(policy, lambda _: by_cores((24, 6)), global_batch=120, steps=60)
+    assert all(a % 4 == 0 and b % 6 == 0 for a, b in course.splits)
+    assert len(set(course.splits)) > 1
+
+
+@pytest.mark.parametrize(
+    ("local", "whole", "split"),
+    [
+        ([1.0, np.nan], 1.0, (8, 8)),
+        ([1.0, np.inf], 1.0, (8, 8)),
+        ([1.0, 1.0], np.nan, (8, 8)),
+        ([1.0, 0.0], 1.0, (16, 0)),
+    ],
+)
+def test_gradients_that_say_nothing_of_noise_are_left_out(
+    local: list[float], whole: float, split: Split
+) -> None:
+    policy = Auto(bounds=Bounds(min_batch=0))
+    _, engine = Engine(policy, 2, 16, Adaptation(lowest=4, highest=256)).start()
+    norms = {"local_sqnorms": np.array(local), "global_sqnorm": whole}
+    seen: Any = Observation(0, split, ready_s=np.array([[0.1], [0.2]]))
+    _, after = engine.update([replace(seen, **norms)], 2)
+    assert after.adapted is not None
+    assert after.adapted.noise.estimates == 0
+
+
+def test_a_range_of_global_batches_below_the_workers_is_refused_at_the_start() -> None:
+    with pytest.raises(InfeasibleSplit, match="at least 8"):
+        Engine(Auto(), 8, 16, Adaptation(lowest=2, highest=4)).start()
+
+
+@pytest.mark.parametrize("origin", [(0, 7), (0, -1), (1, 1)])
+def test_workers_that_were_not_there_cannot_stay(origin: tuple[int, ...]) -> None:
+    _, engine = Engine(Auto(), 2, 16).start()
+    with pytest.raises(InvalidSetting, match="name each by the number it had, once"):
+        engine.update([Change(origin, 16)], 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"ready_s": np.array([0.1, 0.2])}, r"ready_s.*workers x buckets"),
+        ({"ready_s": [[0.1], [0.2]]}, r"ready_s.*an array"),
+        ({"ready_s": np.zeros((2, 0))}, r"ready_s.*an array"),
+        ({"done_s": np.ones((2, 3))}, "ready_s of 1 buckets and done_s of 3"),
+        ({"input_s": np.ones((2, 1))}, r"input_s.*an array of workers"),
+    ],
+)
+def test_measurements_of_a_wrong_shape_are_refused(rows: dict[str, Any], message: str) -> None:
+    _, engine = Engine(Auto(), 2, 16).start()
+    measured: dict[str, Any] = {"ready_s": np.array([[0.1], [0.2]]), **rows}
+    with pytest.raises(InvalidSetting, match=f"(?s){message}"):
+        engine.update([Observation(0, (8, 8), **measured)], 2)
+
+
+def test_an_empty_state_is_no_state_of_an_engine() -> None:
+    with pytest.raises(StateMismatch, match="it lacks"):
+        Engine(Auto(), 2, 16).load_state_dict({})

@@ -37,7 +37,7 @@ from tests.training import Recipe, distance, train_balanced, train_plain
 
 POLICIES: list[Policy] = [
     Auto(),
-    Auto(bounds=Bounds(min_batch=8, multiple_of=4), least_gain=0.02),
+    Auto(bounds=Bounds(min_batch=8, max_batch=(200, 100, 100, 200), multiple_of=4)),
     Proportional(patience=3),
     LbBsp(samples=4),
     OptPerf(),

@@ -91,6 +91,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise InvalidSetting(f"{path} is not text in UTF-8; give a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise InvalidSetting(f"{path} is not TOML: {_lowered(str(error))}; mend it") from None
+    except (ValueError, RecursionError):
+        raise InvalidSetting(
+            f"{path} has numbers too long or brackets too deep to be read; mend it"
+        ) from None
 
 
 def declared_cluster(

@@ -1,8 +1,10 @@
 """The command `poise`: reads the command line and hands over to one subcommand."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from poise import __version__
 from poise.errors import InvalidSetting, PoiseError
@@ -14,11 +16,17 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; an expected error becomes one line on stderr."""
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except PoiseError as error:
         print(f"poise: {error}", file=sys.stderr)
         return _FAILED
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("poise: interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -212,7 +212,7 @@ def _worth_sentences(findings: Findings) -> Iterator[str]:
     known = [(kind, worth, worth.without_s) for kind, worth in findings.worths if worth.without_s]
     idle = {kind for kind in findings.cluster.kinds if not findings.plan.split[kind.workers[0]]}
     useless = sorted(
-        (each for each in known if each[2] < each[1].with_s * (1 - _SAME) or each[0] in idle),
+        (each for each in known if not each[1].worth_having or each[0] in idle),
         key=lambda each: each[2],
     )
     for kind, worth, without_s in useless:

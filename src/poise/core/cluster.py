@@ -15,6 +15,11 @@ Line = tuple[float, float]
 """Seconds per sample, and fixed seconds."""
 
 
+_MOST = 1e30
+_LEAST_S, _MOST_S = 1e-15, 1e9
+"""Seconds beyond which a time is a mistake."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Worker:
     """One worker: how long it computes, and what it can take.
@@ -112,6 +117,11 @@ class Worker:
                 f"{self._who} has {name}={line!r}; give two numbers from 0 up: seconds per "
                 "sample, fixed seconds"
             )
+        if 0 < pair[0] < _LEAST_S or max(pair) > _MOST_S:
+            raise InvalidSetting(
+                f"{self._who} has {name}={line!r}; give seconds of at least {_LEAST_S}, or 0, "
+                f"and at most {_MOST_S:.0e}"
+            )
         return float(pair[0]), float(pair[1])
 
     def _check_whole(self, name: str, least: int) -> None:
@@ -200,7 +210,7 @@ def _ring(workers: int) -> float:
 
 def _is_amount(value: object) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf  # type: ignore[operator]
+    return number and 0 <= value <= _MOST  # type: ignore[operator]
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:

@@ -44,6 +44,8 @@ RECENT = 8
 """How many of the last deviations tell by how much."""
 FEWEST = 4
 """In so many an alarm can be reached by a worker that seemed to change a little before."""
+MOVED = 0.02
+"""Another local batch is one that differs by more than this part."""
 TRIM = 2.0
 """Standard errors from which a window's mean overrules the line."""
 
@@ -64,6 +66,8 @@ class Fit:
     """wxy, workers x buckets."""
     split: Split
     """The split of the window: the steps since it last changed."""
+    moved: Floats
+    """1 for workers whose local batch is another one than in the window before, else 0."""
     seen: Floats
     """Observations of each worker in the window."""
     mean_y: Floats
@@ -78,6 +82,8 @@ class Fit:
     """CUSUM of getting faster."""
     recent: Floats
     """The last deviations, log(t / predicted), workers x RECENT, the newest last."""
+    changed_by: Floats
+    """By what factor each worker's times changed at its last alarm; 1 if there was none."""
     run: Ints
     """For how many observations the larger CUSUM has been above zero."""
     bucket_s: Floats
@@ -97,6 +103,7 @@ class Fit:
             pool_y=per_bucket,
             pool_xy=per_bucket,
             split=(),
+            moved=per_worker,
             seen=per_worker,
             mean_y=per_bucket,
             deviations=_table(workers, 3),
@@ -104,6 +111,7 @@ class Fit:
             rising=per_worker,
             falling=per_worker,
             recent=_table(workers, RECENT),
+            changed_by=np.ones(workers),
             run=np.zeros(workers, dtype=np.int64),
             bucket_s=np.zeros(buckets),
             bucket_count=0.0,
@@ -222,17 +230,17 @@ class Fit:
             sums[workers] *= DOUBT
         mean_y[workers] = (fixed + slope * x[:, None])[workers]
         seen[workers] = np.minimum(self.run[workers], RECENT)
+        changed_by = self.changed_by.copy()
+        changed_by[workers] = factors
         return replace(
-            self,
+            self._cleared(changed),
             first_s=first_s,
             pool=pool,
             pool_y=pool_y,
             pool_xy=pool_xy,
             seen=seen,
             mean_y=mean_y,
-            rising=np.where(changed, 0.0, self.rising),
-            falling=np.where(changed, 0.0, self.falling),
-            run=np.where(changed, 0, self.run),
+            changed_by=changed_by,
         )
 
     def take(self, origin: tuple[int | None, ...]) -> "Fit":
@@ -243,9 +251,14 @@ class Fit:
     def _new_window(self, split: Split) -> "Fit":
         """Pool the window and begin another one."""
         w, wx, wxx = self._window
+        moved = np.zeros(self.workers)
+        if split and len(split) == len(self.split):
+            before, now = np.array(self.split), np.array(split)
+            moved = (np.abs(now - before) > MOVED * before).astype(np.float64)
         return replace(
             self,
             split=split,
+            moved=moved,
             pool=np.asfortranarray(FORGET * (self.pool + np.stack([w, wx, wxx], axis=1))),
             pool_y=FORGET * (self.pool_y + w[:, None] * self.mean_y),
             pool_xy=FORGET * (self.pool_xy + wx[:, None] * self.mean_y),
@@ -287,27 +300,56 @@ class Fit:
             self._scatter(measured, usable), rising=rising, falling=falling, run=run, recent=recent
         )
         excess = np.maximum(gap - np.log(WINSOR), 0.0)
-        alarms = np.flatnonzero((rising > ALARM) | (falling > ALARM))
+        off = (rising > ALARM) | (falling > ALARM)
+        # Off from the first step with another local batch on, it is the line that does not fit.
+        misfit = off & (self.moved > 0) & (np.abs(run - self.seen - 1) <= 1)
+        if misfit.any():
+            fit = fit._moved_off(np.flatnonzero(misfit))
+        alarms = np.flatnonzero(off & ~misfit)
         if alarms.size:
-            factors = np.exp([fit._recent_change(worker) for worker in alarms.tolist()])
+            factors = fit._recent_changes(alarms)
             fit = fit.rescaled(alarms, factors)
             excess[alarms] = np.maximum(gap[alarms] - np.log(factors) - np.log(WINSOR), 0.0)
         return fit, np.exp(excess), alarms
 
-    def _recent_change(self, worker: int) -> float:
-        """Return by how much a worker's log times lie off since its speed changed.
+    def _cleared(self, workers: Flags) -> "Fit":
+        """Begin to watch some workers anew."""
+        return replace(
+            self,
+            rising=np.where(workers, 0.0, self.rising),
+            falling=np.where(workers, 0.0, self.falling),
+            run=np.where(workers, 0, self.run),
+        )
 
-        An alarm takes a few observations at least. Where those lie far off the others were
-        before the change; where they do not, all since the CUSUM began to rise count.
+    def _moved_off(self, workers: Ints) -> "Fit":
+        """Return the fit where windows of some workers lie off their lines, which stay."""
+        fixed, slope = self._lines()
+        level = (fixed + slope * self._window_x[:, None])[workers]
+        seen, mean_y = self.seen.copy(), self.mean_y.copy(order="F")
+        mean_y[workers] = level * self._recent_changes(workers)[:, None]
+        seen[workers] = FEWEST
+        changed = np.isin(np.arange(self.workers), workers)
+        return replace(self._cleared(changed), seen=seen, mean_y=mean_y)
+
+    def _recent_changes(self, workers: Ints) -> Floats:
+        """Return by what factor the times of workers lie off since their CUSUM began to rise.
+
+        An alarm takes a few observations at least. Where those lie far off, others were before
+        the change; where they do not, all since the CUSUM began to rise count.
         """
-        few = float(np.median(self.recent[worker, -FEWEST:]))
-        if abs(few) > CLIP * self.noise[worker]:
-            return few
-        return float(np.median(self.recent[worker, -min(int(self.run[worker]), RECENT) :]))
+        found = []
+        for worker in workers.tolist():
+            few = float(np.median(self.recent[worker, -FEWEST:]))
+            since = min(int(self.run[worker]), RECENT)
+            far = abs(few) > CLIP * self.noise[worker]
+            found.append(few if far else float(np.median(self.recent[worker, -since:])))
+        return np.exp(found)
 
     def _scatter(self, measured: Floats, usable: Flags) -> "Fit":
         """Add how far this step's times lie from their window's means."""
-        again = usable & (self.seen >= 1)
+        # While a speed seems to change, distances from the old mean are not noise.
+        steady = np.maximum(self.rising, self.falling) < ALARM / 3
+        again = usable & (self.seen >= 1) & steady
         level = np.maximum(np.where(again, self.mean_y[:, -1], 1.0), LEAST_SLOPE)
         gap = np.where(again, np.log(measured / level), 0.0)
         gap = np.clip(gap, -CLIP * self.cv, CLIP * self.cv)
@@ -367,8 +409,7 @@ class Fit:
         seen = observation.input_s
         old = np.where(self.input_s > 0, self.input_s, seen)
         moved = old + 0.2 * (seen - old)
-        step_s = np.nanmax(observation.times("the speed model")[:, -1])
-        faster = self.input_s * observation.batches > step_s
+        faster = self.input_s * observation.batches > (observation.length_s or np.inf)
         kept = np.where(faster, 0.99 * self.input_s, self.input_s)
         return replace(self, input_s=np.where(np.isnan(seen), kept, moved))
 
@@ -447,6 +488,7 @@ _PER_WORKER = (
     "pool",
     "pool_y",
     "pool_xy",
+    "moved",
     "seen",
     "mean_y",
     "deviations",
@@ -454,6 +496,7 @@ _PER_WORKER = (
     "rising",
     "falling",
     "recent",
+    "changed_by",
     "run",
     "input_s",
 )

@@ -180,7 +180,8 @@ class MemoryLine:
             self.mean_batch > 0, _quotient(room * self.mean_batch, self.mean_peak), empty
         )
         full = np.where(np.isnan(rise), np.inf, _quotient(room - fixed, rise))
-        known = np.floor(np.maximum(np.minimum(full, np.maximum(near, self.safe_growth)), 0.0))
+        most = np.maximum(np.minimum(full, np.maximum(near, self.safe_growth)), 0.0)
+        known = np.floor(most * (1 + 1e-9))
         return np.minimum(np.where(limited, known, np.inf), self.ceiling)
 
     @cached_property

@@ -48,6 +48,17 @@ class Observation:
         """The split as real numbers."""
         return np.array(self.split, dtype=np.float64)
 
+    @cached_property
+    def length_s(self) -> float | None:
+        """How long the step took, as far as was measured; None: not at all."""
+        if self.ready_s is None:
+            return None
+        waited = 0.0 if self.wait_s is None else np.nan_to_num(self.wait_s)
+        ends = self.ready_s[:, -1] + waited
+        if self.done_s is not None:
+            ends = np.fmax(ends, self.done_s[:, -1])
+        return float(np.fmax.reduce(ends)) if not np.isnan(ends).all() else None
+
     def times(self, who: str) -> Floats:
         """Return the ready times, or raise if they are missing or no times."""
         if self.ready_s is None:
@@ -59,17 +70,15 @@ class Observation:
 
     def check(self) -> None:
         """Raise unless every number can be what it says it is."""
-        for name in (
-            "ready_s",
-            "done_s",
-            "wait_s",
-            "input_s",
-            "memory_bytes",
-            "memory_limit_bytes",
-        ):
+        for name, dimensions in _SHAPES.items():
             values = getattr(self, name)
             if values is None:
                 continue
+            if not isinstance(values, np.ndarray) or values.ndim != dimensions or not values.size:
+                raise InvalidSetting(
+                    f"step {self.step} has {name}={values!r}; give an array of workers"
+                    + (" x buckets" if dimensions > 1 else "")
+                )
             if len(values) != len(self.split):
                 raise InvalidSetting(
                     f"step {self.step} has {name} of {len(values)} workers and a split over "
@@ -84,6 +93,23 @@ class Observation:
                     f"step {self.step} has {name}={values[place]} on worker {place[0]}; "
                     "give a finite number from 0 up, or NaN for not measured"
                 )
+        ready, done = self.ready_s, self.done_s
+        if ready is not None and done is not None and ready.shape != done.shape:
+            raise InvalidSetting(
+                f"step {self.step} has ready_s of {ready.shape[1]} buckets and done_s of "
+                f"{done.shape[1]}; measure both for the same buckets"
+            )
+
+
+_SHAPES = {
+    "ready_s": 2,
+    "done_s": 2,
+    "wait_s": 1,
+    "input_s": 1,
+    "memory_bytes": 1,
+    "memory_limit_bytes": 1,
+}
+"""How many dimensions each measurement has."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +137,15 @@ class Change:
                 "name workers that were there, and keep at least one"
             )
         return Change(origin, global_batch)
+
+    def check(self, workers: int) -> None:
+        """Raise unless each worker that stays was one of so many, once."""
+        stay = [number for number in self.origin if number is not None]
+        if len(set(stay)) < len(stay) or not all(0 <= number < workers for number in stay):
+            raise InvalidSetting(
+                f"workers {stay} are to stay of a cluster of {workers}; "
+                "name each by the number it had, once"
+            )
 
 
 Event = Observation | Change

@@ -101,8 +101,13 @@ def _read_single(kind: Any, data: Any) -> Any:
 def _read_one_of(kinds: tuple[Any, ...], data: Any) -> Any:
     if data is None and NoneType in kinds:
         return None
-    rest = [kind for kind in kinds if kind is not NoneType]
-    return _read(rest[0], data)
+    errors = []
+    for kind in kinds:
+        try:
+            return _read(kind, data)
+        except (TypeError, ValueError, KeyError) as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _read_dataclass(kind: Any, data: Any) -> Any:

@@ -61,7 +61,8 @@ class Plan:
     @property
     def shares(self) -> tuple[float, ...]:
         """Each worker's part of the global batch; they add up to 1."""
-        return tuple(local / self.global_batch for local in self.split)
+        total = self.global_batch
+        return tuple(local / total for local in self.split)
 
     @property
     def step_s(self) -> float:

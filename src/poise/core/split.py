@@ -17,6 +17,9 @@ Split = tuple[int, ...]
 _TOLERANCE = 1e-12
 _NEAR = 1e-9
 _MOST_ROUNDS = 200
+_MOST_EVENTS = 10**6
+_MOST_COINS = 10**8
+"""The largest sum of different multiples that is looked for; a set of 12 MB."""
 
 
 def apportion(shares: Sequence[int], total: int) -> Split:
@@ -311,6 +314,8 @@ def _narrowed(
 def _events(times: StepTimes, taken: Ints, upper: Ints, limits: Limits) -> tuple[Ints, Floats]:
     """Return (worker, end) of every next sample, or multiple, between the local batches."""
     numbers = (upper - taken) // limits.multiple
+    if numbers.sum() > _MOST_EVENTS + 8 * len(taken):
+        raise InvalidSetting("times do not rise with the local batch; give times that do")
     who = np.repeat(np.arange(len(taken)), numbers)
     nth = np.arange(len(who)) - np.repeat(np.cumsum(numbers) - numbers, numbers) + 1
     return who, times.local_s(taken[who] + nth * limits.multiple[who], who)
@@ -327,6 +332,11 @@ def _excess(upper: Ints, global_batch: int, limits: Limits) -> dict[int, int] | 
 
 def _coins(amount: int, multiples: Ints, free: Ints) -> dict[int, int] | None:
     """Return how many of each multiple add up to amount, or None; bit k of a set means sum k."""
+    if amount > _MOST_COINS:
+        raise InvalidSetting(
+            f"{amount} samples over workers with different multiple_of are too many to add up "
+            "exactly; use one multiple_of, or a smaller global_batch"
+        )
     within = (1 << (amount + 1)) - 1
     reached, steps = 1, []
     for unit in sorted(set(multiples.tolist()), reverse=True):

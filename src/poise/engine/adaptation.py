@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from poise.core.goodput import best_batch, goodput
 from poise.core.learning_rate import adjustment, gain
 from poise.core.noise import NoiseTrack, noise_scale
 from poise.core.observation import Observation
 from poise.core.plan import Forecast
 from poise.errors import InvalidSetting
+
+_GROUPS = 2
+"""Noise shows between at least two gradients."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,19 @@ class Adaptation:
         return AdaptationState(NoiseTrack(memory_samples=float(self.memory * start_batch)))
 
     def learn(self, state: AdaptationState, observation: Observation) -> AdaptationState:
-        """Take the norms of a step in, if it has them; a worker without samples has none."""
+        """Take the norms of a step in, if they can be used.
+
+        They cannot where fewer than two workers have samples, or where a gradient is not finite,
+        as when a loss scale is too large.
+        """
         state = replace(state, observed=state.observed + 1)
-        if observation.local_sqnorms is None or observation.global_sqnorm is None:
+        norms, whole = observation.local_sqnorms, observation.global_sqnorm
+        if norms is None or whole is None or not np.isfinite(whole):
             return state
-        found = noise_scale(observation.split, observation.local_sqnorms, observation.global_sqnorm)
+        busy = observation.batches > 0
+        if busy.sum() < _GROUPS or not np.isfinite(norms[busy]).all():
+            return state
+        found = noise_scale(observation.split, norms, whole)
         return replace(state, noise=state.noise.update(found))
 
     def due(self, state: AdaptationState) -> bool:

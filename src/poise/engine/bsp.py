@@ -9,7 +9,7 @@ from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan, Timetable
 from poise.core.split import check_split
 from poise.engine.adaptation import Adaptation, AdaptationState
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, StateMismatch
 from poise.policy import Decision, Forecasting, Policy
 
 
@@ -37,6 +37,8 @@ class Engine:
                 f"the policy {type(self.policy).__name__} cannot predict step times, and without "
                 'them no global batch can be chosen; use policy="auto"'
             )
+        if self.adapt is not None:
+            self.policy.init(self.workers, self.adapt.highest)  # raises if none of the range fits
         schedule, state = self.policy.init(self.workers, self.global_batch)
         plans = tuple(
             Plan(check_split(schedule[step], self.workers, self.global_batch), step)
@@ -80,13 +82,18 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> "Engine":
         """Return the engine with what another one of the same policy had learned."""
+        if missing := {"workers", "global_batch", "start_batch", "policy", "adapted"} - set(state):
+            raise StateMismatch(
+                f"this is not the state of an engine: it lacks {sorted(missing)}; load another one"
+            )
+        adapted = state["adapted"]
         return replace(
             self,
             workers=state["workers"],
             global_batch=state["global_batch"],
             start_batch=state["start_batch"],
             state=from_plain(self.policy.state_type, state["policy"]),
-            adapted=state["adapted"] and from_plain(AdaptationState, state["adapted"]),
+            adapted=None if adapted is None else from_plain(AdaptationState, adapted),
         )
 
     def _taken_in(self, events: Sequence[Event]) -> tuple["Engine", list[Event]]:
@@ -95,6 +102,7 @@ class Engine:
         seen: list[Event] = []
         for event in events:
             if isinstance(event, Change):
+                event.check(engine.workers)
                 workers, global_batch = len(event.origin), event.global_batch
                 engine = replace(engine, workers=workers, global_batch=global_batch)
                 seen.append(event)

@@ -19,9 +19,13 @@ from poise.core.memory import MemoryLine
 from poise.core.observation import Change, Event, Observation
 from poise.core.plan import Forecast
 from poise.core.split import Optimum, Split, capacity_within, optimal_split
-from poise.core.timing import Floats, Ints, SpeedModel
+from poise.core.timing import Floats, SpeedModel
 from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
+from poise.policy.pace import Pace
+
+_GREAT = 0.2
+"""A change of a log time that makes earlier step times worthless."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +36,9 @@ class AutoState:
     memory: MemoryLine
     split: Split
     """The split decided last; it may not have started yet."""
+    pace: Pace
     alarmed: tuple[int, ...] = ()
     """Workers whose speed changed since then."""
-    settled_s: float = 0.0
-    """Mean step time of the window, without its first two steps."""
-    settled: int = 0
-    """Over how many steps."""
-    early_s: float = 0.0
-    """Sum of the first two."""
-    early: int = 0
-    cost_s: float = 0.0
-    """What a change costs: by how much the first two steps after it are longer."""
-    changes: int = 0
-    """How often the split changed since a worker's speed last did."""
     caps: Floats | None = None
     """The largest local batches that fit into memory."""
 
@@ -75,30 +69,41 @@ class Auto:
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, AutoState]:
         """Start evenly, as far as the bounds allow."""
         split = self.bounds.even(workers, global_batch)
-        return {0: split}, AutoState(Fit.start(workers), MemoryLine.unknown(workers), split)
+        memory = MemoryLine.unknown(workers)
+        return {0: split}, AutoState(Fit.start(workers), memory, split, Pace())
 
     def update(
         self, state: AutoState, events: Sequence[Event]
     ) -> tuple[Decision | None, AutoState]:
         """Learn from each event, then decide once."""
-        decision = None
+        decision, current = None, False
         for event in events:
             if isinstance(event, Change):
                 decision, state = self._changed(state, event)
+                current = False
             else:
                 state = _learned(state, event)
-        last = events[-1] if events else None
-        if isinstance(last, Observation) and last.split == state.split and state.fit.known:
-            if state.fit.suspected and not state.alarmed:
-                return decision, state  # half of the evidence points both ways: wait for the rest
-            better = self._better(state)
-            if better is not None:
-                decision, state = better, _adopted(state, better.split)
-        return decision, state
+                current = current or event.split == state.split
+        if not (current and self._knows_enough(state.fit)):
+            return decision, state
+        if state.pace.failed(float(state.fit.noise.max())):
+            return _went_back(state)
+        if state.fit.suspected and not state.alarmed:
+            return decision, state  # half of the evidence points both ways: wait for the rest
+        better = self._better(state)
+        if better is None:
+            return decision, state
+        return better, replace(
+            state, split=better.split, pace=state.pace.changed(state.split), alarmed=()
+        )
+
+    def _knows_enough(self, fit: Fit) -> bool:
+        """Whether every worker was measured, or the others often enough to go on without it."""
+        return fit.known or float(fit.seen.max()) >= self.patience
 
     def forecast(self, state: AutoState) -> Forecast | None:
         """Return the speeds as they are believed to be, and the bounds."""
-        if not state.fit.known:
+        if not self._knows_enough(state.fit):
             return None
         model = state.fit.model()
         return Forecast(model, self._limits(state), model.step_s(state.split))
@@ -121,7 +126,8 @@ class Auto:
             best = optimal_split(model, change.global_batch, limits)
             why = f"{fit.workers} workers share {change.global_batch} samples"
             decision = _decision(model, limits, best, why)
-        return decision, AutoState(fit, memory, decision.split, cost_s=state.cost_s, caps=caps)
+        pace = Pace(cost_s=state.pace.cost_s)
+        return decision, AutoState(fit, memory, decision.split, pace, caps=caps)
 
     def _better(self, state: AutoState) -> Decision | None:
         """Return a decision for a split that pays, if there is one."""
@@ -132,14 +138,14 @@ class Auto:
         local_s = model.local_s(state.split)
         now_s = float(local_s.max())
         chance = _chance(state, int(local_s.argmax()))
-        least = max(self.least_gain, chance, state.cost_s / now_s / self.horizon)
+        least = max(self.least_gain, chance, state.pace.cost_s / now_s / self.horizon)
         best_now = _best(model, limits, state.split, now_s * (1 - least))
-        if best_now is not None and self._hasty(state, 1 - best_now.step_s / now_s):
-            return None
         if best_now is not None:
-            best_now = self._further(state, limits, now_s, best_now)
-            return _decision(model, limits, best_now, _why(state, now_s, best_now.step_s))
-        if state.fit.seen.min() < self.patience:
+            if self._hasty(state, 1 - best_now.step_s / now_s):
+                return None
+            further = self._further(state, limits, now_s, best_now)
+            return _decision(model, limits, further, _why(state, now_s, best_now.step_s))
+        if _seen(state.fit) < self.patience or self._hasty(state, 0.0):
             return None
         # A slope that seems flat, from few measurements, would never be tried again otherwise.
         steep = state.fit.model(steeper=1.0)
@@ -149,13 +155,17 @@ class Auto:
         return _decision(steep, limits, trial, "to see how times change with the local batch")
 
     def _hasty(self, state: AutoState, gain: float) -> bool:
-        """Whether a small gain comes too soon after others.
+        """Whether a change comes too soon after others.
 
         Where no line fits the times, some split always seems a little better: each change asks
-        for a longer look than the one before.
+        for a longer look than the one before, and much longer after one that failed.
         """
-        due = self.unhurried * (state.changes - self.free_changes)
-        return gain < self.careful_gain and float(state.fit.seen.min()) < due
+        pace = state.pace
+        due = self.unhurried * (pace.changes - self.free_changes)
+        if pace.failures:
+            due = max(due, self.patience * 2**pace.failures)
+            return bool(_seen(state.fit) < due)
+        return gain < self.careful_gain and _seen(state.fit) < due
 
     def _further(self, state: AutoState, limits: Limits, now_s: float, best: Optimum) -> Optimum:
         """Return a split that goes further where little is to gain and slopes are uncertain.
@@ -198,33 +208,31 @@ def _decision(model: SpeedModel, limits: Limits, best: Optimum, why: str) -> Dec
 
 def _learned(state: AutoState, observation: Observation) -> AutoState:
     fit, alarms = state.fit.update(observation)
-    state = replace(state, fit=fit, alarmed=(*state.alarmed, *_new(alarms, state.alarmed)))
+    known = [worker for worker in alarms.tolist() if worker not in state.alarmed]
+    state = replace(state, fit=fit, alarmed=(*state.alarmed, *known))
     if observation.memory_bytes is not None and observation.memory_limit_bytes is not None:
         memory = state.memory.update(observation.split, observation.memory_bytes)
         state = replace(state, memory=memory, caps=memory.cap(observation.memory_limit_bytes))
-    if observation.split != state.split:
+    if (np.abs(np.log(fit.changed_by[alarms])) > _GREAT).any():
+        state = replace(state, pace=state.pace.renewed())
+    step_s = observation.length_s
+    if observation.split != state.split or step_s is None:
         return state
-    return _timed(state, float(np.nanmax(observation.times("auto")[:, -1])))
+    return replace(state, pace=state.pace.stepped(step_s))
 
 
-def _timed(state: AutoState, step_s: float) -> AutoState:
-    """Keep what the first two steps after a change took, and the others."""
-    if state.early < 2:  # noqa: PLR2004
-        return replace(state, early=state.early + 1, early_s=state.early_s + step_s)
-    settled = state.settled + 1
-    mean = state.settled_s + (step_s - state.settled_s) / settled
-    return replace(state, settled=settled, settled_s=mean)
-
-
-def _adopted(state: AutoState, split: Split) -> AutoState:
-    """Begin another window, and learn what the last change has cost."""
-    cost_s = state.cost_s
-    if state.settled >= 5 and not state.alarmed:  # noqa: PLR2004
-        cost_s += 0.3 * (max(0.0, state.early_s - 2 * state.settled_s) - cost_s)
-    changes = 1 if state.alarmed else state.changes + 1
-    return AutoState(
-        state.fit, state.memory, split, cost_s=cost_s, changes=changes, caps=state.caps
+def _went_back(state: AutoState) -> tuple[Decision, AutoState]:
+    """Return to the split before, and be slower to leave it again."""
+    pace = state.pace
+    why = f"steps of {pace.settled_s * 1e3:.1f} ms, {pace.before_s * 1e3:.1f} before: going back"
+    return Decision(pace.before, why), replace(
+        state, split=pace.before, pace=pace.went_back(), alarmed=()
     )
+
+
+def _seen(fit: Fit) -> float:
+    """Return the observations in the window of the worker with the fewest, if it has any."""
+    return float(fit.seen[fit.seen > 0].min(initial=np.inf))
 
 
 def _chance(state: AutoState, slowest: int) -> float:
@@ -234,12 +242,10 @@ def _chance(state: AutoState, slowest: int) -> float:
     of few measurements the noise itself is hardly known.
     """
     fit = state.fit
+    if np.isnan(fit.first_batch[slowest]):
+        return 1.0  # nothing is known of it: no gain is sure
     error = float(fit.error(state.split)[slowest]) * (1 + 2 / max(float(fit.evidence[slowest]), 1))
     return max(1.5, math.sqrt(2 * math.log(fit.workers))) * error
-
-
-def _new(alarms: Ints, known: tuple[int, ...]) -> list[int]:
-    return [worker for worker in alarms.tolist() if worker not in known]
 
 
 def _why(state: AutoState, now_s: float, best_s: float) -> str:

@@ -19,6 +19,12 @@ class Bounds:
     max_batch: int | tuple[int, ...] | None = None
     multiple_of: int | tuple[int, ...] = 1
 
+    def __post_init__(self) -> None:
+        for name in ("min_batch", "max_batch", "multiple_of"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+
     def limits(self, workers: int) -> Limits:
         """Return them for a number of workers, or say what does not fit."""
         return _limits(self, workers)

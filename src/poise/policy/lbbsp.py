@@ -4,6 +4,7 @@ Chen, Weng, Wang, Li, Li: "Semi-dynamic load balancing", SoCC 2020. Equal comput
 aim: what the reduction of gradients hides or adds is not part of them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,31 +40,30 @@ class LbBsp:
         decision = None
         for event in events:
             if isinstance(event, Change):
-                speeds = resized(state, event).tolist()
-                split = self.bounds.proportional(speeds, event.global_batch)
-                decision, state = Decision(split, "shares by throughput"), Window.begin(split)
+                speeds = resized(state.throughput(), event)
+                split = self.bounds.proportional(speeds.tolist(), event.global_batch)
+                decision = Decision(split, "shares by throughput")
+                state = Window.begin(split, speeds)
             else:
                 state = state.add(event, "lbbsp", self.weight)
         if decision is None and state.length >= 1:
             split = self._moved(state)
             if split != state.split:
-                slow, fast = int(state.mean_s.argmax()), int(state.mean_s.argmin())
+                slow, fast = int(state.times_s.argmax()), int(state.times_s.argmin())
                 why = f"worker {slow} is slowest, worker {fast} fastest"
-                return Decision(split, why), Window.begin(split)
+                return Decision(split, why), Window.begin(split, state.throughput())
         return decision, state
 
     def _moved(self, state: Window) -> Split:
         limits = self.bounds.limits(len(state.split))
-        split, unit = np.array(state.split), int(limits.multiple.max())
-        slow, fast = int(state.mean_s.argmax()), int(state.mean_s.argmin())
-        count = self.samples or max(1, round(0.01 * split.sum()))
-        count = max(unit, count // unit * unit)
-        count = min(
-            count, int(split[slow] - limits.low[slow]), int(limits.high[fast] - split[fast])
-        )
-        count = count // unit * unit
-        per_sample = state.mean_s / np.maximum(split, 1)
-        gap = state.mean_s[slow] - state.mean_s[fast]
+        split, times_s = np.array(state.split), state.times_s
+        slow, fast = int(times_s.argmax()), int(times_s.argmin())
+        unit = math.lcm(int(limits.multiple[slow]), int(limits.multiple[fast]))
+        room = min(int(split[slow] - limits.low[slow]), int(limits.high[fast] - split[fast]))
+        wanted = self.samples or max(1, round(0.01 * split.sum()))
+        count = min(max(unit, wanted // unit * unit), room // unit * unit)
+        per_sample = times_s / np.maximum(split, 1)
+        gap = times_s[slow] - times_s[fast]
         if count <= 0 or gap <= count * (per_sample[slow] + per_sample[fast]) / 2:
             return state.split  # moving would only turn the two around
         split[slow] -= count

@@ -18,6 +18,7 @@ from poise.core.split import Split, optimal_split
 from poise.core.timing import Floats, SpeedModel
 from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
+from poise.policy.window import resized
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,8 @@ class OptPerfState:
     """Sums over the epoch under way, and the means of the epochs before."""
 
     split: Split
+    speeds: Floats
+    """Samples per second of each worker, as last measured; all 1 before."""
     epoch: int
     count: float
     """Steps of this epoch with the split decided last."""
@@ -63,12 +66,13 @@ class OptPerf:
         decision = None
         for event in events:
             if isinstance(event, Change):
-                split = self._shares(state, event)
+                speeds = resized(state.speeds, event)
+                split = self.bounds.proportional(speeds.tolist(), event.global_batch)
                 decision = Decision(split, "another cluster: the model is learned anew")
-                state = _begin(split, state.epoch)
+                state = replace(_begin(split, state.epoch), speeds=speeds)
             elif event.epoch != state.epoch:
-                decision, state = self._next_epoch(state, event.epoch)
-                state = _added(state, event)
+                found, state = self._next_epoch(state, event.epoch)
+                decision, state = found or decision, _added(state, event)
             else:
                 state = _added(state, event)
         return decision, state
@@ -79,8 +83,7 @@ class OptPerf:
         state = _closed(state, epoch, self.remembered)
         total = sum(state.split)
         if len(state.batches) == 1:
-            speeds = state.batches[-1] / state.last_s[-1]
-            split = self.bounds.proportional(speeds.tolist(), total)
+            split = self.bounds.proportional(state.speeds.tolist(), total)
             decision = Decision(split, "the second epoch goes by inverse speed")
         else:
             model = _two_lines(state)
@@ -92,20 +95,20 @@ class OptPerf:
             return None, _forgotten(state)
         return decision, _forgotten(replace(state, split=decision.split))
 
-    def _shares(self, state: OptPerfState, change: Change) -> Split:
-        if not len(state.batches):
-            return self.bounds.even(len(change.origin), change.global_batch)
-        speeds = state.batches[-1] / state.last_s[-1]
-        mean = float(speeds.mean())
-        known = [mean if number is None else float(speeds[number]) for number in change.origin]
-        return self.bounds.proportional(known, change.global_batch)
-
 
 def _begin(split: Split, epoch: int) -> OptPerfState:
     workers = len(split)
     none = np.zeros((0, workers))
     return OptPerfState(
-        split, epoch, 0.0, np.zeros((workers, 2)), np.zeros((workers, 4)), none, none, none
+        split,
+        np.ones(workers),
+        epoch,
+        0.0,
+        np.zeros((workers, 2)),
+        np.zeros((workers, 4)),
+        none,
+        none,
+        none,
     )
 
 
@@ -131,6 +134,7 @@ def _closed(state: OptPerfState, epoch: int, remembered: int) -> OptPerfState:
     return replace(
         state,
         epoch=epoch,
+        speeds=np.maximum(state.split, 1) / np.maximum(means[:, 1], 1e-9),
         batches=_with(state.batches, np.array(state.split, dtype=float), remembered),
         first_s=_with(state.first_s, means[:, 0], remembered),
         last_s=_with(state.last_s, means[:, 1], remembered),

@@ -63,8 +63,10 @@ class Proportional:
         decision = None
         for event in events:
             if isinstance(event, Change):
-                split = self._split(resized(state.window, event), event.global_batch)
-                decision, state = Decision(split, "shares by throughput"), _begin(split)
+                speeds = resized(state.window.throughput(), event)
+                split = self._split(speeds, event.global_batch)
+                decision = Decision(split, "shares by throughput")
+                state = _begin(split, speeds=speeds)
             else:
                 window = state.window.add(event, "proportional", self.weight)
                 state = replace(state, window=window)
@@ -73,7 +75,7 @@ class Proportional:
         return decision, state
 
     def _moved(self, state: ProportionalState) -> tuple[Decision | None, ProportionalState]:
-        mean_s, split = state.window.mean_s, np.array(state.window.split)
+        mean_s, split = state.window.times_s, np.array(state.window.split)
         change = np.abs(mean_s.mean() / mean_s - 1)
         if change.max() <= self.dead_band:
             return None, state
@@ -84,7 +86,7 @@ class Proportional:
         slowest = int(mean_s.argmax())
         why = f"worker {slowest} takes {mean_s[slowest] / mean_s.mean():.2f} times the mean"
         return Decision(new, why), replace(
-            _begin(new, most), previous=state.window.split, speeds=speeds
+            _begin(new, most, speeds), previous=state.window.split, speeds=speeds
         )
 
     def _split(self, speeds: Floats, global_batch: int, most: Floats | None = None) -> Split:
@@ -94,10 +96,12 @@ class Proportional:
         return optimal_split(SpeedModel.proportional(speeds), global_batch, limits).split
 
 
-def _begin(split: Split, most: Floats | None = None) -> ProportionalState:
+def _begin(
+    split: Split, most: Floats | None = None, speeds: Floats | None = None
+) -> ProportionalState:
     unlimited = np.full(len(split), np.inf)
     return ProportionalState(
-        Window.begin(split), unlimited if most is None else most, (), np.zeros(len(split))
+        Window.begin(split, speeds), unlimited if most is None else most, (), np.zeros(len(split))
     )
 
 

@@ -8,6 +8,9 @@ from poise.core.observation import Change, Observation
 from poise.core.split import Split
 from poise.core.timing import Floats
 
+_LONG = 20
+"""Observations of others after which a silent worker is not waited for."""
+
 
 @dataclass(frozen=True, eq=False)
 class Window:
@@ -15,44 +18,57 @@ class Window:
 
     split: Split
     """The split decided last; measurements of others are left out."""
+    speeds: Floats
+    """Samples per second of each worker from before; all 1 if nothing was measured."""
     mean_s: Floats
     """Exponentially weighted mean of each worker's compute time."""
     seen: Floats
     """How many observations of each worker it holds."""
 
     @staticmethod
-    def begin(split: Split) -> "Window":
+    def begin(split: Split, speeds: Floats | None = None) -> "Window":
         """Return the empty window of a split."""
-        return Window(split, np.zeros(len(split)), np.zeros(len(split)))
+        none = np.zeros(len(split))
+        return Window(split, np.ones(len(split)) if speeds is None else speeds, none, none)
 
     @property
     def length(self) -> int:
-        """Observations of the worker with the fewest."""
-        return int(self.seen.min())
+        """Observations of the worker with the fewest.
+
+        One that stays silent while others are seen often is not waited for.
+        """
+        if float(self.seen.max()) < _LONG:
+            return int(self.seen.min())
+        return int(self.seen[self.seen > 0].min())
+
+    @property
+    def times_s(self) -> Floats:
+        """The mean times; a worker that was never measured counts as the mean of the others."""
+        known = self.seen > 0
+        return np.where(known, self.mean_s, self.mean_s[known].mean())
 
     def add(self, observation: Observation, who: str, weight: float) -> "Window":
         """Smooth a step's compute times in; the first ones count alike until weight is reached."""
         measured = observation.times(who)[:, -1]
         if observation.split != self.split:
             return self
-        valid = ~np.isnan(measured)
+        valid = measured > 0
         seen = self.seen + valid
         part = np.maximum(1 / np.maximum(seen, 1), weight)
         moved = self.mean_s + part * (np.where(valid, measured, self.mean_s) - self.mean_s)
         return replace(self, mean_s=moved, seen=seen)
 
     def throughput(self) -> Floats:
-        """Return samples per second of each worker: b_k / mu_k."""
-        return np.array(self.split) / self.mean_s
+        """Return samples per second of each worker, b_k / mu_k; an idle one counts as 1 sample.
+
+        Before anything is measured, what was known before.
+        """
+        if self.length == 0:
+            return self.speeds
+        return np.asarray(np.maximum(self.split, 1) / self.times_s)
 
 
-def resized(window: Window, change: Change) -> Floats:
-    """Return each worker's speed as far as it is known; a new one counts as the mean of the others.
-
-    Without any measurement all are alike.
-    """
-    if window.length == 0:
-        return np.ones(len(change.origin))
-    speeds = window.throughput()
+def resized(speeds: Floats, change: Change) -> Floats:
+    """Return the speeds of other workers; a new one counts as the mean of the others."""
     mean = float(speeds.mean())
     return np.array([mean if number is None else speeds[number] for number in change.origin])
