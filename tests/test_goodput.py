@@ -154,7 +154,7 @@ def best_divisible_batch(model: SpeedModel, limits: Limits, noise_scale: float) 
     return math.exp(found.x)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=seeds, noise_scale=st.floats(10, 1e4), factor=st.sampled_from([0.5, 2.0]))
 def test_a_noise_scale_wrong_by_a_factor_of_two_costs_at_most_three_percent(
     seed: int, noise_scale: float, factor: float
@@ -173,7 +173,7 @@ def test_a_noise_scale_wrong_by_a_factor_of_two_costs_at_most_three_percent(
     assert reached >= (1 - 0.0295) * best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=seeds, noise_scale=st.floats(10, 1e4), factor=st.sampled_from([0.5, 2.0]))
 def test_whole_samples_add_little_to_the_cost_of_a_wrong_noise_scale(
     seed: int, noise_scale: float, factor: float
@@ -188,7 +188,7 @@ def test_whole_samples_add_little_to_the_cost_of_a_wrong_noise_scale(
     assert reached >= 0.95 * best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=seeds, noise_scale=st.floats(10, 1e4), factor=st.floats(1, 100))
 def test_noisier_gradients_want_a_larger_batch(
     seed: int, noise_scale: float, factor: float
@@ -206,7 +206,7 @@ def test_noisier_gradients_want_a_larger_batch(
 @given(
     seed=seeds, kind=st.sampled_from(KINDS[:3]), low=st.integers(1, 2000), more=st.integers(0, 1000)
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_best_batch_lies_within_its_range_and_can_be_split(
     seed: int, kind: str, low: int, more: int
 ) -> None:

@@ -281,7 +281,7 @@ def test_the_best_split_is_the_best_of_all_splits(
     """With bounds, equal and mixed multiples; no split is found only where there is none."""
     random = np.random.default_rng(3)
     infeasible = 0
-    for _ in range(250):
+    for _ in range(120):
         workers = int(random.integers(1, 5))
         global_batch = int(random.integers(1, 28))
         times, limits = kind(random, workers), random_limits(random, workers)
