@@ -184,7 +184,7 @@ class Fit:
 
         A worker that was never measured gets the mean of the others' lines.
         """
-        fixed, slope = self._lines()
+        fixed, slope = self._all_lines
         fixed = fixed + self._shift(fixed, slope)
         if steeper:
             x = self._window_x[:, None]
@@ -438,6 +438,11 @@ class Fit:
             (self.pool[:, 1] + wx) * over,
             1 / SLOPE_PRIOR[1] ** 2 + (self.pool[:, 2] + wxx) * over,
         )
+
+    @cached_property
+    def _all_lines(self) -> tuple[Floats, Floats]:
+        """The lines of all buckets; not to be written to."""
+        return self._lines()
 
     def _lines(self, buckets: slice = slice(None)) -> tuple[Floats, Floats]:
         """Return (c, beta), workers x buckets, in units of the first sample."""

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from poise.core.timing import Floats, Ints
 from poise.errors import InfeasibleSplit, InvalidSetting
 
+_NEAR = 1e-9
 UNLIMITED = 2**40
 """No local batch is larger; the sum over 10,000 workers still fits into 64 bits."""
 
@@ -85,6 +86,12 @@ class Limits:
     def real(self) -> tuple[Floats, Floats]:
         """The bounds as real numbers."""
         return self.low.astype(np.float64), self.high.astype(np.float64)
+
+    @cached_property
+    def inner(self) -> tuple[Floats, Floats]:
+        """The bounds moved inwards a little: between them a worker is at neither."""
+        low, high = self.real
+        return low + _NEAR, high - _NEAR
 
     def name(self, worker: int) -> str:
         """Return what people call a worker."""

@@ -129,10 +129,9 @@ def optimal_split(
     if not isinstance(global_batch, int | np.integer):
         raise InvalidSetting(f"global_batch={global_batch!r} is not a whole number of samples")
     limits.check(global_batch)
-    floor_s = times.local_s(limits.low)
-    poured_s, room = _pour(
-        times, global_batch, limits, near_s or _guess(times, global_batch, floor_s)
-    )
+    floor_s = times.local_s(limits.real[0])
+    start_s = near_s or _guess(times, global_batch, floor_s)
+    poured_s, room = _pour(times, global_batch, limits, start_s)
     taken = _whole(room, limits)
     if limits.unit is not None:
         taken = _top_up(times, taken, global_batch, limits)
@@ -156,7 +155,7 @@ def capacity_within(times: StepTimes, step_s: float, limits: Limits) -> float:
 
 def water_level(times: StepTimes, global_batch: float, limits: Limits) -> float:
     """Return the shortest step if samples could be divided."""
-    floor_s = times.local_s(limits.low)
+    floor_s = times.local_s(limits.real[0])
     poured_s, _ = _pour(times, global_batch, limits, _guess(times, global_batch, floor_s))
     return max(poured_s, float(floor_s.max()))
 
@@ -179,12 +178,13 @@ def _pour(
     Newton's method on a rising, piecewise linear function, kept inside a bracket. The capacities
     are those just below where the function jumps, so that they never add up to more.
     """
-    low, high = limits.real
+    (low, high), (lower, upper) = limits.real, limits.inner
     little = _TOLERANCE * global_batch
     below, above, least, found = 0.0, np.inf, low, False
     for _ in range(_MOST_ROUNDS):
         room, slope = times.capacity(level)
-        inside = (room > low + _NEAR) & (room < high - _NEAR)
+        inside = room > lower
+        inside &= room < upper
         np.minimum(np.maximum(room, low, out=room), high, out=room)
         missing = global_batch - float(room.sum())
         steepness = float(slope @ inside)
@@ -244,9 +244,10 @@ def _top_up(times: StepTimes, taken: Ints, global_batch: int, limits: Limits) ->
             taken[worker] -= unit
             continue
         ahead = _next_s(times, taken, limits)
-        open_ = int(np.isfinite(ahead).sum())
-        rank = min(missing, open_) - 1
+        rank = min(missing, len(ahead)) - 1
         reach_s = float(np.partition(ahead, rank)[rank])
+        if reach_s == np.inf:  # some have no room for more
+            reach_s = float(ahead[ahead < np.inf].max())
         upper = np.maximum(
             _taken(times, reach_s, limits), np.where(ahead <= reach_s, taken + unit, taken)
         )
@@ -288,7 +289,9 @@ def _top_up_mixed(times: StepTimes, taken: Ints, global_batch: int, limits: Limi
 def _next_s(times: StepTimes, taken: Ints, limits: Limits) -> Floats:
     """Return each worker's tau with one multiple more; infinity where there is no room."""
     more = taken + limits.multiple
-    return np.where(more <= limits.high, times.local_s(more), np.inf)
+    ahead = times.local_s(more)
+    ahead[more > limits.high] = np.inf
+    return ahead
 
 
 def _narrowed(

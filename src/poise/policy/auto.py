@@ -145,7 +145,7 @@ class Auto:
                 return None
             further = self._further(state, limits, now_s, best_now)
             return _decision(model, limits, further, _why(state, now_s, best_now.step_s))
-        if _seen(state.fit) < self.patience or self._hasty(state, 0.0):
+        if _seen(state.fit) % self.patience or self._hasty(state, 0.0):
             return None
         # A slope that seems flat, from few measurements, would never be tried again otherwise.
         steep = state.fit.model(steeper=1.0)
