@@ -22,6 +22,8 @@ from poise.errors import InfeasibleSplit, InvalidSetting
 
 _AROUND = 2
 """How many whole batches on each side of a candidate are looked at."""
+_AROUND_MULTIPLES = 8
+"""The same, in multiples, where local batches come in those: steps are coarser then."""
 _FINALISTS = 12
 """How many candidates are compared by their integer splits."""
 _MOST_LEVELS = 400
@@ -136,7 +138,8 @@ def _around(batch: float, limits: Limits) -> list[int]:
     unit = int(np.gcd.reduce(limits.multiple))
     base = limits.least
     center = round((batch - base) / unit)
-    return [base + unit * (center + offset) for offset in range(-_AROUND, _AROUND + 1)]
+    around = _AROUND if limits.unit == 1 else _AROUND_MULTIPLES
+    return [base + unit * (center + offset) for offset in range(-around, around + 1)]
 
 
 def _jumps(model: SpeedModel, below_s: float, above_s: float) -> list[float]:
@@ -194,7 +197,8 @@ def _full(model: SpeedModel, limits: Limits, batch: float) -> tuple[int, int]:
     With many equal workers these lie far from their neighbors: all of them get one sample more.
     """
     room, _ = model.capacity(water_level(model, batch, limits))
-    ends = (np.floor(room + _SPARE), np.ceil(room - _SPARE))
+    number, unit = room / limits.multiple, limits.multiple
+    ends = (np.floor(number + _SPARE) * unit, np.ceil(number - _SPARE) * unit)
     down, up = (int(np.clip(end, limits.low, limits.high).sum()) for end in ends)
     return down, up
 
