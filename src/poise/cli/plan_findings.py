@@ -7,9 +7,9 @@ from poise.cluster_file import DeclaredCluster, Kind
 from poise.core.cluster import Worker, limits_of, speed_model
 from poise.core.goodput import best_global_batch, goodput
 from poise.core.limits import Limits
-from poise.core.plan import Plan, even_plan
+from poise.core.plan import Plan
 from poise.core.planning import Worth, plan, worth_of
-from poise.core.split import Split
+from poise.core.split import Split, even_split
 from poise.errors import InfeasibleSplit
 
 REACH = 16
@@ -138,7 +138,7 @@ def find(
 def even_of(best: Plan, limits: Limits) -> Even:
     """Return the even split of a plan's global batch, or why the workers cannot take it."""
     try:
-        split = even_plan(best)
+        split = even_split(len(best.split), best.global_batch)
     except InfeasibleSplit:
         return Even(why_not="there are more workers than samples")
     for worker, local in enumerate(split):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from poise.core.limits import UNLIMITED, Limits
-from poise.core.memory import MARGIN
+from poise.core.memory import MARGIN, samples_within
 from poise.core.timing import SpeedModel
 from poise.errors import InfeasibleSplit, InvalidSetting
 
@@ -78,8 +78,12 @@ class Worker:
         """Samples that can be computed at once: (memory (1 - margin) - fixed) / per sample."""
         if self.memory_bytes is None or not self.bytes_per_sample:
             return math.inf
-        room = self.memory_bytes * (1 - MARGIN) - self.fixed_bytes
-        return max(0.0, math.floor(room / self.bytes_per_sample))
+        found = samples_within(
+            np.array([self.memory_bytes * (1 - MARGIN)]),
+            np.array([self.fixed_bytes]),
+            np.array([self.bytes_per_sample]),
+        )
+        return max(0.0, float(np.floor(found[0])))
 
     @property
     def most_at_once(self) -> float:

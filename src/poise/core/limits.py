@@ -103,6 +103,11 @@ class Limits:
         high = np.maximum(np.minimum(self.high, whole * self.multiple), self.low)
         return Limits(self.low, high, self.multiple, self.names)
 
+    def capped_for(self, global_batch: int, most: Floats) -> "Limits":
+        """Return capped limits, if those can take the global batch; else these."""
+        capped = self.capped(most)
+        return capped if capped.most >= global_batch else self
+
     def take(self, workers: Sequence[int]) -> "Limits":
         """Return the limits of some of the workers."""
         index = np.asarray(workers, dtype=np.int64)

@@ -17,8 +17,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+from poise.core.refusal import refuse
 from poise.core.rows import with_rows_of
-from poise.core.timing import Flags, Floats
+from poise.core.timing import Floats
 from poise.errors import InvalidSetting
 
 MARGIN = 0.1
@@ -88,8 +89,8 @@ class MemoryLine:
                 f"there are {fixed.size} fixed_bytes and {rise.size} bytes_per_sample; "
                 "give one of each per worker"
             )
-        _refuse(fixed < 0, fixed, "fixed_bytes", "bytes from 0 up, or NaN where not known")
-        _refuse(rise <= 0, rise, "bytes_per_sample", "bytes above 0, or NaN where not known")
+        refuse(fixed < 0, fixed, "fixed_bytes", "bytes from 0 up, or NaN where not known")
+        refuse(rise <= 0, rise, "bytes_per_sample", "bytes above 0, or NaN where not known")
         line = MemoryLine.unknown(len(fixed))
         line = line.update(np.zeros(len(fixed)), np.where(np.isnan(rise), np.nan, fixed))
         line = line.update(np.ones(len(fixed)), fixed + rise)
@@ -103,8 +104,8 @@ class MemoryLine:
     def update(self, batches: ArrayLike, peak_bytes: ArrayLike) -> "MemoryLine":
         """Return the lines with one more measured peak per worker; NaN: not measured."""
         b, p = self._per_worker("batches", batches), self._per_worker("peak_bytes", peak_bytes)
-        _refuse((b < 0) | np.isinf(b), b, "batches", "samples from 0 up, or NaN")
-        _refuse((p < 0) | np.isinf(p), p, "peak_bytes", "bytes from 0 up, or NaN")
+        refuse((b < 0) | np.isinf(b), b, "batches", "samples from 0 up, or NaN")
+        refuse((p < 0) | np.isinf(p), p, "peak_bytes", "bytes from 0 up, or NaN")
         measured = ~(np.isnan(b) | np.isnan(p))
         count = self.count + measured
         share = measured / np.maximum(count, 1)
@@ -171,7 +172,7 @@ class MemoryLine:
             )
         every = np.full(self.workers, limit_bytes) if np.ndim(limit_bytes) == 0 else limit_bytes
         limit = self._per_worker("limit_bytes", every)
-        _refuse(limit < 0, limit, "limit_bytes", "bytes from 0 up, or NaN where not known")
+        refuse(limit < 0, limit, "limit_bytes", "bytes from 0 up, or NaN where not known")
         limited = np.isfinite(limit) & (self.count > 0)
         room = np.where(limited, limit * (1 - margin), 0.0)
         fixed, rise = self._line
@@ -179,7 +180,7 @@ class MemoryLine:
         near = np.where(
             self.mean_batch > 0, _quotient(room * self.mean_batch, self.mean_peak), empty
         )
-        full = np.where(np.isnan(rise), np.inf, _quotient(room - fixed, rise))
+        full = samples_within(room, fixed, rise)
         most = np.maximum(np.minimum(full, np.maximum(near, self.safe_growth)), 0.0)
         known = np.floor(most * (1 + 1e-9))
         return np.minimum(np.where(limited, known, np.inf), self.ceiling)
@@ -203,14 +204,13 @@ class MemoryLine:
         return found
 
 
+def samples_within(room_bytes: Floats, fixed_bytes: Floats, bytes_per_sample: Floats) -> Floats:
+    """Return how many samples fit, (room - m0) / m1; infinity where m1 is 0 or not known."""
+    return _quotient(room_bytes - fixed_bytes, bytes_per_sample)
+
+
 def _quotient(numerator: Floats, denominator: Floats) -> Floats:
     """Return the quotient; infinity where the denominator is 0 or not known."""
     out = np.full(len(numerator), np.inf)
     np.divide(numerator, denominator, out=out, where=denominator > 0)
     return out
-
-
-def _refuse(wrong: Flags, values: Floats, name: str, required: str) -> None:
-    if wrong.any():
-        worker = int(np.argmax(wrong))
-        raise InvalidSetting(f"{name}[{worker}] is {values[worker]}; give {required}")

@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from poise.core.timing import Flags, Floats
+from poise.core.refusal import refuse
+from poise.core.timing import Floats
 from poise.errors import InvalidSetting
 
-_GROUPS = 2
+GROUPS = 2
 """The fewest local gradients that show a difference."""
 _ROUNDING = 1e-6
 """Counts may have been added up in single precision."""
@@ -107,22 +108,22 @@ def token_noise_scale(
             f"there are {len(c)} counts, {len(q)} squared counts and {len(norms)} norms; "
             "give one of each per worker"
         )
-    _refuse(~(np.isfinite(c) & (c >= 0)), c, "counts", "finite numbers from 0 up; 0 is idle")
+    refuse(~(np.isfinite(c) & (c >= 0)), c, "counts", "finite numbers from 0 up; 0 is idle")
     busy = c > 0
-    if np.count_nonzero(busy) < _GROUPS:
+    if np.count_nonzero(busy) < GROUPS:
         raise InvalidSetting(
             f"{np.count_nonzero(busy)} of {len(c)} workers have samples; noise shows between at "
             "least 2 local gradients; add workers, or give each micro-batch as a worker"
         )
     norms_wrong = busy & ~(np.isfinite(norms) & (norms >= 0))
-    _refuse(norms_wrong, norms, "local_sqnorms", "finite numbers from 0 up; leave this step out")
+    refuse(norms_wrong, norms, "local_sqnorms", "finite numbers from 0 up; leave this step out")
     if not 0 <= global_sqnorm < math.inf:
         raise InvalidSetting(
             f"global_sqnorm={global_sqnorm} is not a finite number from 0 up; leave this step out"
         )
     c, q, norms = c[busy], q[busy], norms[busy]
     wrong = ~((q > 0) & (q <= c * c * (1 + _ROUNDING)))
-    _refuse(wrong, q, "squared_counts", "above 0 and at most counts squared; add up squares")
+    refuse(wrong, q, "squared_counts", "above 0 and at most counts squared; add up squares")
     total = c.sum()
     v = c / total
     samples = total**2 / q.sum()
@@ -222,7 +223,7 @@ class NoiseTrack:
         if not 0 < z < math.inf:
             raise InvalidSetting(f"z={z} is not above 0 and finite; 2 means about 95 percent")
         degrees = self.effective_estimates - 1
-        if self.estimates < _GROUPS or degrees <= 0:
+        if self.estimates < GROUPS or degrees <= 0:
             return 0.0, None
         t = _student(z, degrees)
         if math.isinf(t):
@@ -258,9 +259,3 @@ def _numbers(name: str, values: ArrayLike) -> Floats:
     if found.ndim != 1:
         raise InvalidSetting(f"{name} has {found.ndim} dimensions; give one number per worker")
     return found
-
-
-def _refuse(wrong: Flags, values: Floats, name: str, required: str) -> None:
-    if wrong.any():
-        worker = int(np.argmax(wrong))
-        raise InvalidSetting(f"{name}[{worker}] is {values[worker]}; give {required}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from poise.core.limits import Limits
-from poise.core.split import Split, apportion, check_split, even_split, optimal_split
+from poise.core.split import Split, apportion, check_split, optimal_split
 from poise.core.timing import Bound, Floats, SpeedModel
 from poise.errors import OutOfOrder
 
@@ -126,8 +126,3 @@ def best_plan(model: SpeedModel, limits: Limits, global_batch: int) -> Plan:
     """Return the plan with the shortest step."""
     best = optimal_split(model, global_batch, limits)
     return Plan(best.split, forecast=Forecast(model, limits, best.poured_s))
-
-
-def even_plan(plan: Plan) -> Split:
-    """Return the even split of a plan's global batch, which plain data parallelism uses."""
-    return even_split(len(plan.split), plan.global_batch)

@@ -18,6 +18,7 @@ _TOLERANCE = 1e-12
 _NEAR = 1e-9
 _MOST_ROUNDS = 200
 _MOST_EVENTS = 10**6
+_FALLING = "times do not rise with the local batch; give times that do"
 _MOST_COINS = 10**8
 """The largest sum of different multiples that is looked for; a set of 12 MB."""
 
@@ -256,7 +257,7 @@ def _top_up(times: StepTimes, taken: Ints, global_batch: int, limits: Limits) ->
         first = min((global_batch - int(taken.sum())) // unit, len(who))
         chosen = np.argpartition(ends, first - 1)[:first] if first else np.zeros(0, dtype=np.int64)
         taken = taken + unit * np.bincount(who[chosen], minlength=len(taken))
-    raise InvalidSetting("times do not rise with the local batch; give times that do")
+    raise InvalidSetting(_FALLING)
 
 
 def _top_up_mixed(times: StepTimes, taken: Ints, global_batch: int, limits: Limits) -> Ints:
@@ -318,7 +319,7 @@ def _events(times: StepTimes, taken: Ints, upper: Ints, limits: Limits) -> tuple
     """Return (worker, end) of every next sample, or multiple, between the local batches."""
     numbers = (upper - taken) // limits.multiple
     if numbers.sum() > _MOST_EVENTS + 8 * len(taken):
-        raise InvalidSetting("times do not rise with the local batch; give times that do")
+        raise InvalidSetting(_FALLING)
     who = np.repeat(np.arange(len(taken)), numbers)
     nth = np.arange(len(who)) - np.repeat(np.cumsum(numbers) - numbers, numbers) + 1
     return who, times.local_s(taken[who] + nth * limits.multiple[who], who)

@@ -6,13 +6,10 @@ import numpy as np
 
 from poise.core.goodput import best_batch, goodput
 from poise.core.learning_rate import adjustment, gain
-from poise.core.noise import NoiseTrack, noise_scale
+from poise.core.noise import GROUPS, NoiseTrack, noise_scale
 from poise.core.observation import Observation
 from poise.core.plan import Forecast
 from poise.errors import InvalidSetting
-
-_GROUPS = 2
-"""Noise shows between at least two gradients."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Adaptation:
         if norms is None or whole is None or not np.isfinite(whole):
             return state
         busy = observation.batches > 0
-        if busy.sum() < _GROUPS or not np.isfinite(norms[busy]).all():
+        if busy.sum() < GROUPS or not np.isfinite(norms[busy]).all():
             return state
         found = noise_scale(observation.split, norms, whole)
         return replace(state, noise=state.noise.update(found))

@@ -121,8 +121,8 @@ class Auto:
         else:
             model = fit.model()
             limits = self.bounds.limits(fit.workers)
-            if caps is not None and limits.capped(caps).most >= change.global_batch:
-                limits = limits.capped(caps)
+            if caps is not None:
+                limits = limits.capped_for(change.global_batch, caps)
             best = optimal_split(model, change.global_batch, limits)
             why = f"{fit.workers} workers share {change.global_batch} samples"
             decision = _decision(model, limits, best, why)
@@ -189,7 +189,7 @@ class Auto:
         if state.caps is None:
             return limits
         capped = limits.capped(state.caps)
-        if capped.high.sum() >= total:
+        if capped.most >= total:
             return capped
         return limits.capped(np.maximum(state.caps, np.array(state.split)))
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from poise.core.split import Split
 
@@ -49,12 +48,18 @@ class Pace:
 
     def changed(self, split: Split) -> "Pace":
         """The split in effect, this one, gives way to another."""
-        if self.settled < _SETTLED:
-            return replace(Pace(), **self._kept(), before=self.before, before_s=self.before_s)
-        excess = max(0.0, self.early_s - self.early * self.settled_s)
-        cost_s = self.cost_s + 0.3 * (excess - self.cost_s)
-        kept = {**self._kept(), "cost_s": cost_s}
-        return replace(Pace(), **kept, before=split, before_s=self.settled_s)
+        cost_s, before, before_s = self.cost_s, self.before, self.before_s
+        if self.settled >= _SETTLED:
+            excess = max(0.0, self.early_s - self.early * self.settled_s)
+            cost_s += 0.3 * (excess - cost_s)
+            before, before_s = split, self.settled_s
+        return Pace(
+            cost_s=cost_s,
+            changes=self.changes + 1,
+            failures=self.failures,
+            before=before,
+            before_s=before_s,
+        )
 
     def went_back(self) -> "Pace":
         """The split in effect gives way to the one before, since it made steps longer."""
@@ -72,11 +77,3 @@ class Pace:
             return self.early_s / self.early > self.before_s * (1 + _FAR + 2 * noise)
         margin = max(_SURE, 2 * noise / math.sqrt(self.settled))
         return self.settled_s > self.before_s * (1 + margin)
-
-    def _kept(self) -> dict[str, Any]:
-        """What stays when the split changes."""
-        return {
-            "cost_s": self.cost_s,
-            "changes": self.changes + 1,
-            "failures": self.failures,
-        }

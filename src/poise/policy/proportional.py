@@ -91,8 +91,8 @@ class Proportional:
 
     def _split(self, speeds: Floats, global_batch: int, most: Floats | None = None) -> Split:
         limits = self.bounds.limits(len(speeds))
-        if most is not None and limits.capped(most).high.sum() >= global_batch:
-            limits = limits.capped(most)
+        if most is not None:
+            limits = limits.capped_for(global_batch, most)
         return optimal_split(SpeedModel.proportional(speeds), global_batch, limits).split
 
 
