@@ -125,7 +125,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"global_batch": 4.0}, "global_batch=4.0"),
     ({"global_batch": 4, "idle": "sleep"}, "idle='sleep' is unknown"),
     ({"global_batch": 4, "hang_s": -1}, "hang_s=-1 is not a time"),
-    ({"global_batch": 4, "policy": "auto"}, "decides on measured times"),
     ({"global_batch": 4, "policy": 3}, "policy=3 is not a policy"),
     ({"global_batch": 4, "seed": -3}, "seed=-3 is not a whole number"),
     ({"global_batch": 4, "ddp": {"broadcast_buffers": True}}, "which Poise sets itself"),

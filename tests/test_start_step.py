@@ -42,10 +42,10 @@ class Restless:
         self, state: tuple[int, int], events: Sequence[Event]
     ) -> tuple[Decision | None, tuple[int, int]]:
         workers, global_batch = state
-        (observation,) = events
-        assert isinstance(observation, Observation)
-        chance = random.Random(os.getpid() * 1_000_003 + observation.step)
-        if chance.random() < 0.1:
+        last = events[-1]
+        seen = isinstance(last, Observation)
+        chance = random.Random(os.getpid() * 1_000_003 + (last.step if seen else 0))
+        if seen and chance.random() < 0.1:
             return None, state
         drawn = [chance.randrange(workers) for _ in range(global_batch)]
         return Decision(tuple(drawn.count(worker) for worker in range(workers))), state

@@ -161,6 +161,8 @@ class Fit:
     def update(self, observation: Observation) -> tuple["Fit", Ints]:
         """Learn from one step; return the next fit and the workers whose speed changed."""
         times = np.asfortranarray(observation.times("the speed model"))
+        if np.isnan(times).all():
+            return self, np.zeros(0, dtype=np.int64)
         fit = self
         if times.shape[1] != self.first_s.shape[1]:
             fit = Fit.start(self.workers, times.shape[1])  # buckets were rebuilt: other lines

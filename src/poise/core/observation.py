@@ -32,8 +32,12 @@ class Observation:
     """Workers x buckets: the same until the reduction of each bucket is done."""
     wait_s: Floats | None = None
     """Seconds the worker waited for input."""
+    load_s: Floats | None = None
+    """Seconds of the ready times in which the worker itself loaded its input."""
     input_s: Floats | None = None
     """Seconds per sample that the worker's loader takes, if its queue was empty."""
+    update_s: Floats | None = None
+    """Seconds of the ready times until the gradient before was applied."""
     memory_bytes: Floats | None = None
     """The worker's peak memory in this step."""
     memory_limit_bytes: Floats | None = None
@@ -105,7 +109,9 @@ _SHAPES = {
     "ready_s": 2,
     "done_s": 2,
     "wait_s": 1,
+    "load_s": 1,
     "input_s": 1,
+    "update_s": 1,
     "memory_bytes": 1,
     "memory_limit_bytes": 1,
 }
@@ -121,7 +127,8 @@ class Change:
     """
 
     origin: tuple[int | None, ...]
-    """For each worker the number it had before; None for one that is new."""
+    """For each worker the one before whose speed it has, itself or one of its kind; None for a
+    worker of which nothing is known."""
     global_batch: int
 
     @staticmethod
@@ -139,12 +146,12 @@ class Change:
         return Change(origin, global_batch)
 
     def check(self, workers: int) -> None:
-        """Raise unless each worker that stays was one of so many, once."""
-        stay = [number for number in self.origin if number is not None]
-        if len(set(stay)) < len(stay) or not all(0 <= number < workers for number in stay):
+        """Raise unless each worker that is known was one of so many."""
+        known = [number for number in self.origin if number is not None]
+        if not all(0 <= number < workers for number in known):
             raise InvalidSetting(
-                f"workers {stay} are to stay of a cluster of {workers}; "
-                "name each by the number it had, once"
+                f"workers {known} are to stay of a cluster of {workers}; "
+                "name each by the number it had"
             )
 
 

@@ -1,6 +1,7 @@
 """Records on disk: one JSON object per line, readable while they grow."""
 
 import json
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -25,13 +26,22 @@ class Recorder:
         self._file = _created(Path(path))
         self._write(Header.of(engine))
 
-    def write(self, event: Event, start_step: int, plan: Plan | None) -> None:
-        """Add what happened, and the plan that was made on it."""
+    def write(self, events: Sequence[Event], start_step: int, plan: Plan | None) -> None:
+        """Add what happened, and the plan that was made on all of it."""
+        for number, event in enumerate(events, start=1):
+            last = number == len(events)
+            decision = Decided.of(plan) if last and plan is not None else None
+            more = None if last else True
+            if isinstance(event, Change):
+                self._write(Row(start_step, change=event, decision=decision, more=more))
+            else:
+                self._write(Row(start_step, observation=event, decision=decision, more=more))
+
+    def resume(self, engine: Engine, change: Change, start_step: int, plan: Plan | None) -> None:
+        """Add that training goes on with what an engine knows, and its plan for these workers."""
         decision = None if plan is None else Decided.of(plan)
-        if isinstance(event, Change):
-            self._write(Row(start_step, change=event, decision=decision))
-        else:
-            self._write(Row(start_step, observation=event, decision=decision))
+        loaded = json.dumps(engine.state_dict())
+        self._write(Row(start_step, change=change, loaded=loaded, decision=decision))
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""

@@ -1,7 +1,9 @@
 """Replaying a record: the same observations give the same decisions."""
 
+import json
 from dataclasses import dataclass
 
+from poise.core.observation import Event
 from poise.errors import InvalidSetting
 from poise.policy import Policy
 from poise.policy.naming import policy_of
@@ -44,11 +46,18 @@ def replay(record: Record, policy: Policy | None = None) -> Difference | None:
         assert record.header.policy is not None
         policy = policy_of(record.header.policy)
     _, engine = record.header.engine(policy).start()
+    together: list[Event] = []
     for number, row in enumerate(record.rows):
         event = row.observation or row.change
         if event is None:
             raise InvalidSetting(f"row {number} of the record holds neither a step nor a change")
-        plan, engine = engine.update([event], row.start_step)
+        if row.loaded is not None:
+            engine = engine.load_state_dict(json.loads(row.loaded))
+        together.append(event)
+        if row.more:
+            continue
+        plan, engine = engine.update(together, row.start_step)
+        together = []
         found = None if plan is None else Decided.of(plan)
         if found != row.decision:
             step = None if row.observation is None else row.observation.step

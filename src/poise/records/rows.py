@@ -61,7 +61,11 @@ class Row:
     """The first step that could still change."""
     observation: Observation | None = None
     change: Change | None = None
+    loaded: str | None = None
+    """The engine's saved state, as JSON, from which a resumed training goes on; with a change."""
     decision: Decided | None = None
+    more: bool | None = None
+    """Whether the next row was known too when the decision was made, which then stands there."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """`Balancer`: exact training on unequal shares, in three lines."""
 
 import atexit
+import socket
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.optim import Optimizer
@@ -30,13 +32,17 @@ from poise.torch.checks import (
     length_of,
     model_facts,
 )
+from poise.torch.clocks import clock_of
 from poise.torch.cluster import Cluster
 from poise.torch.compiling import is_compiled
 from poise.torch.control import Control
 from poise.torch.counts import CountFunction, Counts
 from poise.torch.exchange import Exchange
+from poise.torch.learned import device_kind, load_learned, saved_learned
 from poise.torch.liveness import Liveness
 from poise.torch.loader import EvaluationSource, Idle, ShareLoader, TrainingSource, lead
+from poise.torch.memory import Guard, memory_of
+from poise.torch.meter import Meter
 from poise.torch.micro import MicroBatches, Part
 from poise.torch.module import SharedModule, check_options
 from poise.torch.orders import Orders, orders_of
@@ -62,7 +68,7 @@ class Balancer:
         self,
         global_batch: int,
         *,
-        policy: str | Policy = "even",
+        policy: str | Policy = "auto",
         seed: int = 0,
         count: CountFunction | None = None,
         micro_batch: int | Sequence[int | None] | None = None,
@@ -77,8 +83,9 @@ class Balancer:
 
         Args:
             global_batch: samples per step, over all workers.
-            policy: "even", `Fixed([...])`, `Fixed({step: [...]})`, `Static([...])`, or a policy
-                object.
+            policy: how samples are split. "auto" learns each worker's speed while training and
+                finds the fastest split; others are "even", "proportional", "lbbsp", "optperf",
+                `Fixed([...])`, `Fixed({step: [...]})`, `Static([...])`, or an object of your own.
             seed: chooses the order of samples and their augmentation, together with the epoch.
             count: a function of a batch that returns what its mean loss is divided by, such as
                 the number of tokens; None: the number of samples.
@@ -118,6 +125,8 @@ class Balancer:
         self._recorded = record is not None
         self._recorder: Recorder | None = None
         self._exchange: Exchange | None = None
+        self._kinds: list[str] = []
+        """The kinds of all workers' devices."""
         atexit.register(self._at_exit)
         engine = Engine(self._policy, self._cluster.workers, global_batch)
         try:
@@ -203,7 +212,8 @@ class Balancer:
         self._agree(models, loader, orders)
         self._say_once(models, loader)
         self._run.compiles = any(is_compiled(each) for each in models)
-        self._loader = self._training_loader(loader, orders)
+        device = next(p.device for each in models for p in each.parameters() if p.requires_grad)
+        self._loader = self._training_loader(loader, orders, device)
         with self._liveness.together("prepare"):
             self._models = [
                 SharedModule(each, self._run, self._ddp_options, self._inner) for each in models
@@ -214,6 +224,7 @@ class Balancer:
             [(each.module, each._link) for each in self._models],
             most_samples=self._most_samples,
             slicer=self._slicer,
+            guard=self._guard,
         )
         for each in optimizers:
             self._optimizer_hooks.append(each.register_step_post_hook(self._after_optimizer_step))
@@ -239,10 +250,10 @@ class Balancer:
         check_loader(loader)
         assert loader.batch_size is not None
         if is_stream(loader):
-            pace = EvaluationPace(lambda: self.plan, loader.batch_size)
+            pace = EvaluationPace(self._run, loader.batch_size)
             return StreamLoader(loader, pace, self._control, self._slicer)
         source = EvaluationSource(
-            lambda: self.plan,
+            self._run,
             orders_of(loader, length_of(loader), self._seed, self._control),
             global_batch=loader.batch_size,
             drop_last=loader.drop_last,
@@ -280,20 +291,39 @@ class Balancer:
         return self._control.mean(number, float(count))
 
     def state_dict(self) -> Saved:
-        """Return the place in the training; the same on all workers, except for a stream.
+        """Return the place in the training; on worker 0 also what was learned of speeds.
 
-        It holds for any number of workers: the samples that are not yet consumed follow. The
-        place in a stream is each worker's own.
+        Save worker 0's. It holds for any number of workers: the samples that are not yet consumed
+        follow, and speeds are reused by kind of device. The place in a stream is each worker's
+        own.
         """
         loader = self._prepared("state_dict")
         self._run.settle()
-        return saved_place(self._run, self._orders, loader, self._seed)
+        place = saved_place(self._run, self._orders, loader, self._seed)
+        if not self._policy.online:
+            return place
+        learned = None
+        if self.worker == 0 and self._exchange is not None:
+            learned = saved_learned(self._exchange.engine, self._kinds)
+        split = list(self._run.plan.split)
+        return {**place, "policy": self._policy_name, "split": split, "learned": learned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved place. Load it on every worker, after prepare."""
         loader = self._prepared("load_state_dict")
         load_place(state, self._run, self._orders, loader, self._seed)
-        self._run.plan = self._first_plans.at(self._run.progress.step)
+        step = self._run.progress.step
+        timetable, known = self._first_plans, None
+        if self._policy.online and state.get("policy") == self._policy_name:
+            split = tuple(state["split"])
+            if len(split) == self.workers and sum(split) == self._global_batch:
+                timetable = timetable.announce(Plan(split, step, why="as before the resume"))
+            if self.worker == 0 and state["learned"] is not None:
+                known = load_learned(state["learned"], self._engine, self._kinds)
+        assert self._exchange is not None
+        self._exchange.resume(step, known)
+        self._run.timetable = timetable
+        self._run.plan = timetable.at(step)
 
     def close(self) -> None:
         """Wait for the other workers to be done, and free what this Balancer holds.
@@ -352,6 +382,8 @@ class Balancer:
         return True
 
     def _after_optimizer_step(self, *_: Any) -> None:
+        if self._run.meter is not None:
+            self._run.meter.updated()
         try:
             self._check_reduced()
         except OutOfOrder:
@@ -384,6 +416,10 @@ class Balancer:
                 "`for part in balancer.micro_batches(batch):`; use it, or leave micro_batch out"
             )
 
+    @property
+    def _policy_name(self) -> str:
+        return type(self._policy).__name__
+
     def _prepared(self, call: str) -> ShareLoader | StreamLoader:
         if self._loader is None:
             raise OutOfOrder(f"{call} needs the data set; call prepare first")
@@ -399,7 +435,7 @@ class Balancer:
         return orders
 
     def _training_loader(
-        self, loader: DataLoader[Any], orders: Orders | None
+        self, loader: DataLoader[Any], orders: Orders | None, device: torch.device
     ) -> ShareLoader | StreamLoader:
         self._orders = orders
         leads = [int(row[0]) for row in self._control.table([lead(loader)], "prepare")]
@@ -407,6 +443,7 @@ class Balancer:
             self._run,
             self._engine,
             max(leads),
+            self._meter(device, loads_itself=loader.num_workers == 0),
             recorded=self._recorded,
             recorder=self._recorder,
         )
@@ -421,6 +458,15 @@ class Balancer:
             drop_last=loader.drop_last,
         )
         return self._share_loader(loader, source, self._idle)
+
+    def _meter(self, device: torch.device, *, loads_itself: bool) -> Meter:
+        hosts = self._control.texts(socket.gethostname(), "prepare")
+        self._kinds = self._control.texts(device_kind(device), "prepare")
+        self._guard = Guard(memory_of(device, sharers=hosts.count(hosts[self.worker])))
+        return Meter(clock_of(device), self._guard, self._waited_s, loads_itself=loads_itself)
+
+    def _waited_s(self) -> float:
+        return self._liveness.waited_s
 
     def _share_loader(
         self, loader: DataLoader[Any], source: TrainingSource | EvaluationSource, idle: Idle
@@ -437,7 +483,7 @@ class Balancer:
             "global_batch": self._global_batch,
             "seed": self._seed,
             "idle": self._idle,
-            "the policy": type(self._policy).__name__,
+            "the policy": self._policy_name,
             "the policy's first plans": plans,
             "the use of count": self._run.counts.by_function,
             "the use of comm_hook": self._inner is not None,

@@ -45,6 +45,17 @@ class Control:
             dist.broadcast(torch.from_numpy(numbers), group_src=0, group=self._cluster.control)
         return numbers
 
+    def texts(self, mine: str, doing: str) -> list[str]:
+        """Return every worker's text."""
+        text = mine.encode()
+        lengths = [int(length) for (length,) in self.table([len(text)], doing)]
+        padded = text.ljust(max(lengths), b"\0")
+        rows = self.table(list(padded), doing)
+        return [
+            bytes(int(each) for each in row[:length]).decode()
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
     def mean(self, value: float, count: float) -> float:
         """Return the mean of all workers' values, each counting count times."""
         if not count >= 0 or count == float("inf"):

@@ -1,34 +1,48 @@
 """How a decision of worker 0 takes effect on the same step everywhere.
 
-At each yield all workers post one small all-reduce of a table in which each fills its own row;
-worker 0's row also carries its latest plan. A loader may cut step s only after it has absorbed
-every exchange up to step s - delay, where delay is the largest lead of any worker plus 2, and a
-plan posted at step t starts at step t + delay. So a loader that cuts a step has heard of every
-plan that concerns it, however far it runs ahead.
+At yields all workers post one small all-reduce of a table in which each fills its own row: what
+it measured, and on worker 0 its latest plan. That is every step while a split is new, and every
+few steps later, by a rule that all workers follow alike. A loader may cut step s only after it
+has absorbed every exchange up to step s - delay, where delay is the largest lead of any worker
+plus 2, and a plan posted at step t starts at step t + delay. So a loader that cuts a step has
+heard of every plan that concerns it, however far it runs ahead.
 """
 
+import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from poise.core.batch import Batch
-from poise.core.observation import Observation
+from poise.core.observation import Change, Observation
 from poise.core.plan import Plan
+from poise.core.timing import Floats
 from poise.engine.bsp import Engine
 from poise.errors import Disagreement
 from poise.records import Recorder
+from poise.torch.meter import WIDTH, Meter, observation_of, unmeasured
 from poise.torch.run import Run
 
+SETTLING = 16
+"""Steps after a change of the split in which every step is exchanged,"""
+SELDOM = 4
+"""and of so many steps one, later."""
 _NO_CHANGE = -1
 _LAST_WAIT = timedelta(seconds=5)
+_log = logging.getLogger("poise")
 
 
 @dataclass(frozen=True)
 class _Posted:
-    batch: Batch
+    step: int
+    reported: tuple[Batch, ...]
+    """The batches that the rows are about."""
     table: torch.Tensor
     work: dist.Work
 
@@ -45,21 +59,35 @@ class Exchange:
     """
 
     def __init__(
-        self, run: Run, engine: Engine, lead: int, *, recorded: bool, recorder: Recorder | None
+        self,
+        run: Run,
+        engine: Engine,
+        lead: int,
+        meter: Meter,
+        *,
+        recorded: bool,
+        recorder: Recorder | None,
     ) -> None:
+        self.engine = engine
+        """What was learned; on worker 0 alone."""
         self._run = run
-        self._engine = engine
+        self._meter = meter
         self._delay = delay(lead)
         self._silent = not (engine.policy.online or recorded)
         self._recorder = recorder
         self._posted: deque[_Posted] = deque()
+        self._unreported: deque[Batch] = deque()
+        """Batches handed out that no row was about."""
+        self._first_step = 0
         self._next_step = 0
         self._decided: Plan | None = None
         self._announced: Plan | None = None
+        if not self._silent:
+            run.meter = meter
 
     def plan_at(self, step: int) -> Plan:
         """Return the plan for a step that is about to be cut."""
-        while self._posted and self._posted[0].batch.step <= step - self._delay:
+        while self._posted and self._posted[0].step <= step - self._delay:
             self._absorb(self._posted.popleft())
         return self._run.timetable.at(step)
 
@@ -67,20 +95,34 @@ class Exchange:
         """Tell the others of a batch that is handed out, and on worker 0 of a new plan."""
         if self._silent:
             return
-        if self._run.cluster.worker == 0:
-            while self._posted and self._posted[0].work.is_completed():
-                self._absorb(self._posted.popleft())
-        table = self._table(batch)
-        with self._run.liveness.watch(f"the exchange of step {batch.step}"):
-            work = dist.all_reduce(table, group=self._run.cluster.control, async_op=True)
-        assert work is not None
-        self._posted.append(_Posted(batch, table, work))
+        self._unreported.append(batch)
+        self._next_step = batch.step
+        if self._is_due(batch.step):
+            self._post(batch.step)
         self._next_step = batch.step + 1
 
-    def drain(self) -> None:
-        """Absorb everything posted: afterwards all workers know the same plans."""
-        while self._posted:
-            self._absorb(self._posted.popleft())
+    def begin_pass(self) -> None:
+        """Absorb everything posted: afterwards all workers know the same plans.
+
+        A batch that was handed out and not trained on comes again.
+        """
+        self._drain()
+        step = self._run.progress.step
+        self._unreported = deque(batch for batch in self._unreported if batch.step < step)
+
+    def resume(self, step: int, known: tuple[Engine, Change] | None) -> None:
+        """Training goes on at another step, with what an engine knew of workers before."""
+        self._drain()
+        self._decided = self._announced = None
+        self._unreported.clear()
+        self._first_step = self._next_step = step
+        self._meter.forget()
+        if known is not None:
+            engine, change = known
+            start_step = step + self._delay
+            self._decided, self.engine = engine.update([change], start_step)
+            if self._recorder is not None:
+                self._recorder.resume(engine, change, start_step, self._decided)
 
     def finish(self) -> None:
         """Write the rest of the record; all workers have posted what they will ever post."""
@@ -92,60 +134,86 @@ class Exchange:
             except RuntimeError:  # a worker ended a step early: nothing can be said of it
                 break
             self._take_in(posted)
+        self._decide([unmeasured(batch) for batch in self._unreported])
         self._recorder.close()
 
-    def _table(self, batch: Batch) -> torch.Tensor:
-        """Columns: the step; whether it compiled; a new plan: start step or none, factor, split.
+    def _drain(self) -> None:
+        while self._posted:
+            self._absorb(self._posted.popleft())
 
-        The last ones are worker 0's alone.
+    def _is_due(self, step: int) -> bool:
+        """Whether all workers post at a step; they all know the plan that holds there."""
+        since = max(self._run.timetable.at(step).start_step, self._first_step)
+        return step - since < SETTLING or step % SELDOM == 0
+
+    def _post(self, step: int) -> None:
+        if self._run.cluster.worker == 0:
+            while self._posted and self._posted[0].work.is_completed():
+                self._absorb(self._posted.popleft())
+        over = [batch for batch in self._unreported if batch.step <= step - self._meter.lag]
+        for _ in over:
+            self._unreported.popleft()
+        reported = tuple(over[-SELDOM:])
+        table = self._table(step, reported)
+        with self._run.liveness.watch(f"the exchange of step {step}"):
+            work = dist.all_reduce(table, group=self._run.cluster.control, async_op=True)
+        assert work is not None
+        self._posted.append(_Posted(step, reported, table, work))
+
+    def _table(self, step: int, reported: Sequence[Batch]) -> torch.Tensor:
+        """Columns: the step; a new plan: start step or none, factor, split; measured rows.
+
+        The plan is worker 0's alone.
         """
         workers, worker = self._run.cluster.workers, self._run.cluster.worker
-        table = torch.zeros(workers, 4 + workers, dtype=torch.float64)
-        table[worker, 0] = batch.step
-        table[worker, 1] = self._run.compiled()
-        table[worker, 2] = _NO_CHANGE
+        table = np.zeros((workers, 3 + workers + len(reported) * WIDTH))
+        own = table[worker]
+        own[0], own[1] = step, _NO_CHANGE
         if self._decided is not None:
-            table[worker, 2] = max(self._decided.start_step, batch.step + self._delay)
-            table[worker, 3] = self._decided.learning_rate_factor
-            table[worker, 4:] = torch.tensor(self._decided.split, dtype=torch.float64)
+            own[1] = max(self._decided.start_step, step + self._delay)
+            own[2] = self._decided.learning_rate_factor
+            own[3 : 3 + workers] = self._decided.split
             self._announced, self._decided = self._decided, None
-        return table
+        if reported:
+            own[3 + workers :] = np.concatenate([self._meter.row(b.step) for b in reported])
+        return torch.from_numpy(table)
 
     def _absorb(self, posted: _Posted) -> None:
-        step = posted.batch.step
-        with self._run.liveness.watch(f"the exchange of step {step}"):
+        with self._run.liveness.watch(f"the exchange of step {posted.step}"):
             posted.work.wait()
         self._take_in(posted)
 
     def _take_in(self, posted: _Posted) -> None:
-        step = posted.batch.step
-        rows = posted.table.tolist()
-        steps = [int(row[0]) for row in rows]
-        if any(other != step for other in steps):
+        rows: Floats = posted.table.numpy()
+        if (rows[:, 0] != posted.step).any():
             raise Disagreement(
-                f"workers are at steps {steps}; every worker must take every batch of the loader"
+                f"workers are at steps {rows[:, 0].astype(int).tolist()}; every worker must take "
+                "every batch of the loader"
             )
-        start_step, factor, *local_batches = rows[0][2:]
+        workers = self._run.cluster.workers
+        _, start_step, factor, *local_batches = rows[0, : 3 + workers].tolist()
         if start_step != _NO_CHANGE:
-            plan = Plan(tuple(int(local) for local in local_batches), int(start_step), factor)
-            if self._announced is not None and self._announced.split == plan.split:
-                # Worker 0 knows more of its own plan than travels.
-                plan = replace(self._announced, start_step=plan.start_step)
-            self._run.timetable = self._run.timetable.announce(plan)
+            self._hear(Plan(tuple(int(b) for b in local_batches), int(start_step), factor))
         if self._run.cluster.worker == 0:
-            self._decide(
-                Observation(
-                    step=step,
-                    split=posted.batch.split,
-                    epoch=posted.batch.epoch,
-                    compiling=tuple(worker for worker, row in enumerate(rows) if row[1]),
-                )
-            )
+            measured = rows[:, 3 + workers :].reshape(workers, len(posted.reported), WIDTH)
+            seen = zip(posted.reported, np.moveaxis(measured, 1, 0), strict=True)
+            self._decide([observation_of(batch, each) for batch, each in seen])
 
-    def _decide(self, observation: Observation) -> None:
-        """Let the engine learn from a step; its plan is announced with the next post."""
-        start_step = self._next_step + self._delay
-        plan, self._engine = self._engine.update([observation], start_step)
+    def _hear(self, plan: Plan) -> None:
+        """A plan is announced."""
+        if self._announced is not None and self._announced.split == plan.split:
+            # Worker 0 knows more of its own plan than travels.
+            plan = replace(self._announced, start_step=plan.start_step)
+            _log.info("from step %d on: %s, %s", plan.start_step, list(plan.split), plan.why)
+        self._run.timetable = self._run.timetable.announce(plan)
+
+    def _decide(self, seen: Sequence[Observation]) -> None:
+        """Let the engine learn from steps; its plan is announced with the next post."""
+        if not seen:
+            return
+        due = next(step for step in count(self._next_step) if self._is_due(step))
+        start_step = due + self._delay
+        plan, self.engine = self.engine.update(seen, start_step)
         if self._recorder is not None:
-            self._recorder.write(observation, start_step, plan)
+            self._recorder.write(seen, start_step, plan)
         self._decided = plan or self._decided

@@ -38,6 +38,8 @@ class Liveness:
         """The step this worker is at; the loader keeps it."""
         self.reductions = 0
         """Gradient reductions it has entered; the reduction keeps it."""
+        self.waited_s = 0.0
+        """How long this worker has waited for others in calls of its own, the running total."""
         self._calls = 0
         self._said = Sign(
             worker=worker,
@@ -64,11 +66,14 @@ class Liveness:
     @contextmanager
     def watch(self, doing: str) -> Iterator[None]:
         """Run something that waits for others; a failure names the worker that is lost."""
+        start_s = time.perf_counter()
         try:
             yield
         except RuntimeError as error:
             self.raise_if_lost(doing, error)
             raise
+        finally:
+            self.waited_s += time.perf_counter() - start_s
 
     def raise_if_lost(self, doing: str, error: RuntimeError) -> None:
         """Raise WorkerLost, with a name, if an error is a broken connection or a time-out."""

@@ -2,19 +2,21 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 from torch.utils.data import DataLoader
 
 from poise.core.batch import Batch, batches, steps_per_epoch
 from poise.core.order import DrawnOrder, Order
-from poise.core.plan import Plan
 from poise.errors import OutOfOrder
 from poise.torch.exchange import Exchange
 from poise.torch.orders import Orders
 from poise.torch.run import Run
 from poise.torch.seeding import SeededDataset, Wanted
 from poise.torch.slicing import Slicer, emptied
+
+_END = object()
 
 Idle = Literal["empty", "repeat"]
 """What a worker without a sample gets: an empty batch, or a sample twice at weight 0."""
@@ -28,6 +30,9 @@ class Source(Protocol):
 
     def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
         """Start a pass: its order, its epoch, and its batches, some of them cut ahead of time."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Surround the fetching of a batch."""
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """A batch is about to be yielded, with these contents on this worker."""
@@ -71,7 +76,12 @@ class ShareLoader:
         self._passes += 1
         this_pass = self._passes
         self._cut = deque()
-        for collated in self._loader:
+        fetching = iter(self._loader)
+        while True:
+            with self._source.loading():
+                collated = next(fetching, _END)
+            if collated is _END:
+                break
             if this_pass != self._passes:
                 raise OutOfOrder("this pass over the loader ended when another one began")
             # Batches arrive in the order in which they were cut, however far ahead that was.
@@ -118,10 +128,14 @@ class TrainingSource:
     def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
         """Start at the first sample that is not consumed."""
         place = self._run.begin_pass()
-        self._exchange.drain()
+        self._exchange.begin_pass()
         order = self._orders.at(place.epoch)
         self._end = place.position
         return order, place.epoch, self._batches(order.length)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Measure how long it takes."""
+        return self._run.loading()
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Note the batch, and tell the other workers where that is needed."""
@@ -149,10 +163,8 @@ class TrainingSource:
 class EvaluationSource:
     """The data set once, in the loader's order, cut by the shares of the plan in effect."""
 
-    def __init__(
-        self, plan: Callable[[], Plan], orders: Orders, *, global_batch: int, drop_last: bool
-    ) -> None:
-        self._plan = plan
+    def __init__(self, run: Run, orders: Orders, *, global_batch: int, drop_last: bool) -> None:
+        self._run = run
         self._orders = orders
         self._global_batch = global_batch
         self._drop_last = drop_last
@@ -162,9 +174,14 @@ class EvaluationSource:
 
     def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
         """Start at the first sample."""
-        plan = self._plan().scaled(self._global_batch)
+        self._run.disturb()
+        plan = self._run.plan.scaled(self._global_batch)
         order = self._orders.at(0)
         return order, 0, batches(lambda _: plan, length=order.length, drop_last=self._drop_last)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Nothing is measured."""
+        return nullcontext()
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Nothing to note."""

@@ -7,6 +7,7 @@ When a part does not fit into memory, its half-made gradient is thrown away and 
 local batch goes on in parts of half the size, on this worker alone.
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -18,6 +19,7 @@ from torch import nn
 from poise.core.batch import Batch
 from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.torch.gradient_sums import GradientSums
+from poise.torch.memory import Guard
 from poise.torch.module import Link
 from poise.torch.run import Run
 from poise.torch.slicing import Slicer, samples_left, sliced
@@ -37,10 +39,12 @@ class MicroBatches:
         *,
         most_samples: int | None,
         slicer: Slicer | None,
+        guard: Guard,
     ) -> None:
         self._run = run
         self._models = models
         self._slicer = slicer
+        self._guard = guard
         self._most = most_samples
         """Samples of one part; None: all of them, until that does not fit."""
         self._told = False
@@ -62,9 +66,10 @@ class MicroBatches:
         self.unfinished = True
         total = self._run.counts.own
         sums = GradientSums(self._run, self._models)
-        start, counted, tried = 0, 0.0, 0
+        self._guard.begin_parts()
+        start, counted, tried, largest = 0, 0.0, 0, 0
         while start < max(samples, 1):
-            stop = samples if self._most is None else min(samples, start + self._most)
+            stop = int(min(samples, start + self._most_samples()))
             contents = self._cut(batch, samples, start, stop)
             self._run.let_size_vary(contents)
             count = self._count(contents, stop - start, samples) if total else 0.0
@@ -79,8 +84,10 @@ class MicroBatches:
             if part.out_of_memory:
                 tried = max(tried, stop - start)
                 self._most = (stop - start + 1) // 2
+                self._guard.ran_out(stop - start)
                 _free_memory()
             else:
+                largest = max(largest, stop - start)
                 start, counted = max(stop, 1), counted + count
         if abs(counted - total) > _TOLERANCE * max(total, 1.0):
             raise InvalidSetting(
@@ -89,8 +96,13 @@ class MicroBatches:
             )
         if tried:
             self._tell(tried)
+        self._guard.end_parts(largest)
         sums.reduce()
         self.unfinished = False
+
+    def _most_samples(self) -> float:
+        """Return how many samples one part may have, as stated and as memory allows."""
+        return min(math.inf if self._most is None else self._most, self._guard.most_samples)
 
     def _cut(self, batch: Any, samples: int, start: int, stop: int) -> Any:
         if stop - start == samples:

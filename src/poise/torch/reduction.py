@@ -67,9 +67,14 @@ class Reduction:
 
     def hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """Weight one bucket by this batch's own counts, and sum it over the workers."""
-        if bucket.index() == 0:
+        first = bucket.index() == 0
+        meter = self._run.meter
+        timed = None if meter is None else meter.ready(first=first)
+        if first:
             self._backward = self._begin(bucket.buffer().device)
         summed = self._launch_bucket(bucket)
+        if meter is not None and timed is not None:
+            self._backward.sums[-1].add_done_callback(lambda _: meter.done(timed))
         if not bucket.is_last():
             return self._when_all_are_summed(summed)
         statistics = self._statistics.read()

@@ -1,5 +1,6 @@
 """The state of one run that loader, exchange, reduction and balancer share."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from poise.torch.cluster import Cluster
 from poise.torch.compiling import graphs_compiled, let_size_vary
 from poise.torch.counts import Counts
 from poise.torch.liveness import Liveness
+from poise.torch.meter import Meter
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Run:
     """Whether a model runs through torch.compile."""
     graphs: int = 0
     """Graphs that torch.compile had made in this process when the last batch was handed out."""
+    meter: Meter | None = None
+    """Measures the steps; None: nobody asks for it."""
     compared: bool = False
     """Whether the workers have compared their places since this pass over the loader began."""
 
@@ -51,6 +55,7 @@ class Run:
         """A pass over the training loader begins; return where."""
         self.progress = self.progress.begin_pass()
         self.compared = False
+        self.disturb()
         return self.progress
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
@@ -61,8 +66,21 @@ class Run:
         self.liveness.step = batch.step
         for tally in self.tallies:
             tally.backwards = tally.reduced = 0
+        if self.meter is not None:
+            whole = batch.split == self.plan.split
+            samples = batch.split[self.cluster.worker]
+            self.meter.begin(batch, samples, whole=whole, compiled=self.compiled())
         self.let_size_vary(contents)
         self.counts.begin(batch, contents)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """The training loader is asked for a batch."""
+        return nullcontext() if self.meter is None else self.meter.loading()
+
+    def disturb(self) -> None:
+        """Something that is no training step runs between two of them."""
+        if self.meter is not None:
+            self.meter.disturb()
 
     def settle(self) -> None:
         """Find out what became of a gradient that no optimizer has used.

@@ -12,9 +12,9 @@ from poise.torch.run import Run
 from poise.torch.stream import StreamLoader
 
 Saved = dict[str, Any]
-"""Whole numbers and text; for a stream also what its data set says of itself."""
+"""Numbers and text; for a stream also what its data set says of itself."""
 
-_VERSION = 2
+_VERSION = 3
 _PLACE = ("epoch", "position", "step", "samples", "skipped")
 
 

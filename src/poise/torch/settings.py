@@ -3,7 +3,7 @@
 from typing import Any
 
 from poise.errors import InvalidSetting
-from poise.policy import Auto, LbBsp, OptPerf, Policy, Proportional, policy_named
+from poise.policy import Policy, policy_named
 
 
 def check_settings(global_batch: object, idle: object, hang_s: object) -> None:
@@ -30,12 +30,6 @@ def checked_policy(policy: object) -> Policy:
     """Return the policy of a name or a policy object, or raise."""
     if isinstance(policy, str):
         policy = policy_named(policy)
-    if isinstance(policy, Auto | Proportional | LbBsp | OptPerf):
-        raise InvalidSetting(
-            f"{type(policy).__name__} decides on measured times, and this version takes none while "
-            'training; use policy="even", Fixed([...]) or Static([...]), with a split by '
-            "`poise plan`"
-        )
     if isinstance(policy, type) or not isinstance(policy, Policy):
         raise InvalidSetting(
             f"policy={policy!r} is not a policy; "

@@ -5,7 +5,8 @@ says, or as are left, and the workers tell each other how many that were: these 
 the step. A worker whose part is exhausted goes on with weight 0 until all are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +34,9 @@ class Pace(Protocol):
 
     def plan_at(self, step: int) -> Plan:
         """Return the plan of a step that is about to be asked for."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Surround the fetching of a batch."""
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """A batch is about to be yielded, with these contents on this worker."""
@@ -82,7 +86,8 @@ class StreamLoader:
         form: Any = None
         exhausted = False
         while True:
-            fetched: Fetched | None = None if exhausted else next(fetching, None)
+            with self._pace.loading():
+                fetched: Fetched | None = None if exhausted else next(fetching, None)
             exhausted = fetched is None
             samples = 0 if fetched is None else fetched.samples
             taken = self._control.table([samples], f"step {step} of the stream")
@@ -225,13 +230,17 @@ class TrainingPace:
         if self._run.progress.position and not resumed:
             self._run.progress = self._run.progress.next_epoch()
         place = self._run.begin_pass()
-        self._exchange.drain()
+        self._exchange.begin_pass()
         self._end = place.position
         return place.epoch, place.step, place.position
 
     def plan_at(self, step: int) -> Plan:
         """Return the plan of a step."""
         return self._exchange.plan_at(step)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Measure how long it takes."""
+        return self._run.loading()
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Note the batch, and tell the other workers where that is needed."""
@@ -247,17 +256,22 @@ class TrainingPace:
 class EvaluationPace:
     """The steps of an evaluation, by the shares of the plan in effect."""
 
-    def __init__(self, plan: Callable[[], Plan], global_batch: int) -> None:
-        self._plan = plan
+    def __init__(self, run: Run, global_batch: int) -> None:
+        self._run = run
         self._global_batch = global_batch
 
     def begin(self, *, resumed: bool) -> tuple[int, int, int]:
         """Start at the beginning."""
+        self._run.disturb()
         return 0, 0, 0
 
     def plan_at(self, step: int) -> Plan:
         """Return the plan in effect, for the evaluation's own batch size."""
-        return self._plan().scaled(self._global_batch)
+        return self._run.plan.scaled(self._global_batch)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Nothing is measured."""
+        return nullcontext()
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Nothing to note."""
