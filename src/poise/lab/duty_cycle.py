@@ -1,0 +1,60 @@
+"""A throttle without privileges: the worker is stopped for a part of every few milliseconds."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from subprocess import Popen
+from threading import Event, Thread
+
+_PERIOD_S = 0.02
+
+
+class DutyCycle:
+    """Stops and continues a worker that leads a process group of its own.
+
+    A speed is the part of the time for which it runs; it cannot be given more than all of it.
+    """
+
+    def __init__(self, process: "Popen[str]", speed: float) -> None:
+        self._process = process
+        self._speed = speed
+        self._ended = Event()
+        self._thread = Thread(target=self._run, name="poise-duty-cycle", daemon=True)
+        self._thread.start()
+
+    def set_speed(self, speed: float) -> None:
+        """Let it run for another part of the time from now on."""
+        self._speed = speed
+
+    def lift(self) -> None:
+        """Let it run all the time, for good."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
+        while not self._ended.is_set() and self._process.poll() is None:
+            on_s, off_s = parts_s(self._speed)
+            self._ended.wait(began_s + on_s - time.monotonic())
+            if off_s > 0 and not self._ended.is_set():
+                self._send(signal.SIGSTOP)
+                self._ended.wait(began_s + on_s + off_s - time.monotonic())
+                self._send(signal.SIGCONT)
+            # After a delay of our own the cycle begins anew: a burst would be no constant speed.
+            began_s = max(began_s + on_s + off_s, time.monotonic() - _PERIOD_S)
+
+    def _send(self, signal_number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal_number)
+
+
+def parts_s(speed: float) -> tuple[float, float]:
+    """Return for how long a worker runs and is stopped.
+
+    >>> parts_s(0.25), parts_s(1.5)
+    ((0.005, 0.015), (0.02, 0.0))
+    """
+    on_s = _PERIOD_S * min(1.0, speed)
+    return on_s, _PERIOD_S - on_s

@@ -1,0 +1,323 @@
+"""A lab: real workers on one machine that are as unequal as one wants."""
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import Popen
+from threading import RLock
+from types import TracebackType
+from typing import Self
+
+from poise.environment import for_worker
+from poise.errors import InvalidSetting, OutOfOrder
+from poise.lab.guard import Guard
+from poise.lab.leftovers import clear, lab_name, stale_belongings
+from poise.lab.listener import Listener
+from poise.lab.member import Member, launch
+from poise.lab.network import Network, check_privileges, parse_link
+from poise.lab.output import Output
+from poise.lab.pacing import Pace, parse_pace
+from poise.lab.processes import free_port
+from poise.lab.quota import make_parent, places
+from poise.lab.speeds import checked_speeds, parse_speeds, shown
+from poise.lab.throttle import Throttling, by_duty_cycle, by_pace, by_quota
+from poise.lab.user_script import check_script
+from poise.lab.walk import Walk, read_walk
+
+_GRACE_S = 5.0
+"""How long workers may go on when one has failed."""
+_LOOK_S = 0.05
+_REAP_S = 5.0
+_SIGNALED = 128
+_numbers = itertools.count()
+
+
+class Lab:
+    """Starts workers with speeds, links and a walk; leaves nothing behind, however it ends.
+
+    Args:
+        speeds: of each worker, in cores; a sequence, or text as in `0.9,0.45x2`.
+        walk: how the speeds change; a walk, or the path of its file.
+        link: rates as in `100mbit` or `100mbit,20mbit`; None leaves the network as it is.
+        pace: seconds per sample and fixed, or text as in `4ms+20ms`: workers then sleep instead
+            of being throttled, so that there can be more of them than cores.
+        from_start: whether to throttle at once, and not when training is prepared.
+        say: what to do with remarks, each a line; by default they go to stderr.
+    """
+
+    def __init__(
+        self,
+        speeds: Sequence[float] | str,
+        *,
+        walk: Walk | str | Path | None = None,
+        link: str | None = None,
+        pace: Pace | str | None = None,
+        from_start: bool = False,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._speeds = parse_speeds(speeds) if isinstance(speeds, str) else checked_speeds(speeds)
+        workers = len(self._speeds)
+        self._walk = _walk(walk, workers)
+        self._pace = parse_pace(pace) if isinstance(pace, str) else pace
+        self._from_start = from_start
+        if from_start and self._pace:
+            raise InvalidSetting("a paced worker sleeps in training only; leave out from_start")
+        self._say = say or _to_stderr
+        self._name = lab_name(next(_numbers))
+        self._network = None if link is None else Network(self._name, parse_link(link, workers))
+        self._members: list[Member] = []
+        self._listener: Listener | None = None
+        self._output = Output()
+        self._lock = RLock()
+        self._throttled = 0
+        self._throttled_at_s: float | None = None
+        """When all workers were throttled."""
+
+    def __enter__(self) -> Self:
+        if self._network is not None:
+            check_privileges()
+        clear(stale_belongings())
+        self._guard = Guard()
+        try:
+            self._throttling = self._choose_throttling()
+            if self._network is not None:
+                for name in self._network.namespaces:
+                    self._guard.watch_namespace(name)
+                self._network.build()
+        except BaseException:
+            self._guard.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._say_who_was_not_throttled()
+        if self._listener is not None:
+            self._listener.close()
+            if self._listener.failure not in (None, error):  # nobody waited to hear of it
+                self._say(str(self._listener.failure))
+        self._lift()
+        self._guard.close()
+        for member in self._members:
+            member.close(_REAP_S)
+        self._output.finish()
+        for member in self._members:
+            for pipe in (member.process.stdout, member.process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast the workers are, or will be once they are throttled."""
+        return self._speeds
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How many training steps each worker has begun."""
+        return tuple(member.steps for member in self._members)
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> "list[Popen[str]]":
+        """Start a script with its arguments, or `-m` and a module with its, once per worker.
+
+        Args:
+            arguments: what would follow `python`.
+            stdout: None passes lines on with the worker's number in front; else as in
+                `subprocess`, such as PIPE for text that the caller reads.
+            stderr: the same for errors.
+            environment: more variables for the workers.
+        """
+        if self._members:
+            raise OutOfOrder("this lab has started its workers already; make a new one")
+        if not arguments:
+            raise InvalidSetting("the lab has nothing to run; give the path of a Python file")
+        if arguments[0] != "-m":
+            check_script(arguments)
+        self._warn_of_too_much()
+        port = free_port()
+        for worker in range(len(self._speeds)):
+            placed = {**for_worker(worker, len(self._speeds), port), **(environment or {})}
+            self._start(worker, arguments, placed, stdout, stderr)
+        self._listener = Listener(self._members, self._prepared, self._follow_walk)
+        return [member.process for member in self._members]
+
+    def wait(self) -> int:
+        """Wait until all workers have ended, or some seconds longer than the first that fails.
+
+        Returns 0, or the exit code of that one; leaving the lab ends the others.
+        """
+        deadline: float | None = None
+        while self._running() and (deadline is None or time.monotonic() < deadline):
+            self._raise_failure()
+            if deadline is None and self._first_failed() is not None:
+                deadline = time.monotonic() + _GRACE_S
+                self._lift()  # so that the others can say their own error in time
+            time.sleep(_LOOK_S)
+        self._raise_failure()
+        failed = self._first_failed()
+        if failed is None:
+            return 0
+        code = self._members[failed].process.returncode
+        self._say(f"worker {failed} ended first, with {_ending(code)}")
+        return code if code > 0 else _SIGNALED - code
+
+    def set_speeds(self, speeds: Sequence[float]) -> None:
+        """Change all speeds from now on; a worker that is not throttled yet begins with its new."""
+        if len(speeds) != len(self._speeds):
+            raise InvalidSetting(
+                f"{len(speeds)} speeds for {len(self._speeds)} workers; give one per worker"
+            )
+        with self._lock:
+            self._speeds = checked_speeds(speeds)
+            for member, speed in zip(self._members, self._speeds, strict=False):
+                if member.throttle is not None:
+                    member.throttle.set_speed(speed)
+
+    def _choose_throttling(self) -> Throttling:
+        if self._pace is not None:
+            return by_pace
+        for place in places():
+            self._guard.watch_group(str(place / self._name))
+        parent = make_parent(self._name)
+        if parent is not None:
+            return by_quota(parent)
+        self._say(
+            "no control group can be made here, so workers are stopped and continued every 20 ms "
+            "instead; run as root for exact CPU quotas"
+        )
+        return by_duty_cycle
+
+    def _start(
+        self,
+        worker: int,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        stdout: int | None,
+        stderr: int | None,
+    ) -> None:
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        if self._network is not None:
+            environment |= self._network.environment()
+        member = launch(
+            arguments,
+            environment,
+            inside=() if self._network is None else self._network.inside(worker),
+            pace=self._pace,
+            speed=self._speeds[worker],
+            stdout=stdout,
+            stderr=stderr,
+        )
+        self._members.append(member)
+        self._guard.watch_worker(member.process.pid)
+        if stdout is None and member.process.stdout is not None:
+            self._output.pass_on(worker, member.process.stdout)
+        if stderr is None and member.process.stderr is not None:
+            self._output.pass_on(worker, member.process.stderr, errors=True)
+        if self._from_start:
+            self._throttle(worker)
+        member.let_go()  # only now, so that none runs that the guard does not know
+
+    def _prepared(self, worker: int) -> None:
+        self._throttle(worker)
+        self._members[worker].let_go()
+
+    def _throttle(self, worker: int) -> None:
+        member = self._members[worker]
+        if member.throttle is not None:
+            return
+        with self._lock, suppress(ProcessLookupError):  # it has ended, which is seen elsewhere
+            member.throttle = self._throttling(
+                worker, member.process, member.end, self._speeds[worker]
+            )
+            self._throttled += 1
+            if self._throttled == len(self._speeds):
+                self._throttled_at_s = time.monotonic()
+
+    def _follow_walk(self) -> float | None:
+        """Make the change that is due; return in how many seconds the next one may be."""
+        change, self._walk = self._walk.due(self.steps[0], self._elapsed_s())
+        if change is not None:
+            self.set_speeds(change.speeds)
+            self._say(f"speeds are {shown(change.speeds)} from step {self.steps[0]} on")
+        if self._walk.next_s is None or self._throttled_at_s is None:
+            return None
+        return max(0.0, self._walk.next_s - self._elapsed_s())
+
+    def _elapsed_s(self) -> float:
+        """Seconds since all workers are throttled; less than 0 before."""
+        return -1.0 if self._throttled_at_s is None else time.monotonic() - self._throttled_at_s
+
+    def _running(self) -> bool:
+        return any(member.process.poll() is None for member in self._members)
+
+    def _first_failed(self) -> int | None:
+        failed = [worker for worker, each in enumerate(self._members) if each.process.poll()]
+        order = list(self._listener.ended) if self._listener else []
+        return min(failed, key=lambda w: order.index(w) if w in order else len(order), default=None)
+
+    def _raise_failure(self) -> None:
+        if self._output.broken:
+            raise BrokenPipeError
+        if self._listener is not None and self._listener.failure is not None:
+            raise self._listener.failure
+
+    def _lift(self) -> None:
+        for member in self._members:
+            member.lift()
+
+    def _warn_of_too_much(self) -> None:
+        cores, wanted = len(os.sched_getaffinity(0)), sum(self._speeds)
+        if self._pace is None and wanted > cores:
+            self._say(
+                f"the speeds add up to {wanted:g}, but there are {cores} cores, so workers will "
+                "be slower than asked for; lower the speeds, or pace the workers"
+            )
+
+    def _say_who_was_not_throttled(self) -> None:
+        free = [
+            str(worker)
+            for worker, member in enumerate(self._members)
+            if member.throttle is None and member.process.poll() is not None
+        ]
+        if free:
+            self._say(
+                f"{'workers' if len(free) > 1 else 'worker'} {', '.join(free)} ended without ever "
+                "having been throttled, since no DistributedDataParallel was built; "
+                "throttle from the start if the script builds none"
+            )
+
+
+def _walk(walk: Walk | str | Path | None, workers: int) -> Walk:
+    if walk is None:
+        return Walk()
+    if not isinstance(walk, Walk):
+        return read_walk(walk, workers)
+    for change in walk.changes:
+        if len(change.speeds) != workers:
+            raise InvalidSetting(
+                f"the walk has {len(change.speeds)} speeds for {workers} workers; give one each"
+            )
+    return walk
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(f"poise lab: {text}\n")
+    sys.stderr.flush()

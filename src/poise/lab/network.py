@@ -1,0 +1,128 @@
+r"""Slow links: workers in network namespaces of their own, joined by a bridge in another one.
+
+    worker 0: lab0, limited on its way out --- w0 \
+    worker 1: lab0, limited on its way out --- w1 --- bridge
+    worker 2: lab0, limited on its way out --- w2 /
+
+The machine's own interfaces are left alone.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from poise.errors import InvalidSetting
+
+INTERFACE = "lab0"
+PORT = 29400
+"""Any will do: nobody else lives in a new namespace."""
+
+_RATE = re.compile(r"\d+(\.\d+)?(bit|kbit|mbit|gbit)")
+_NONE = re.compile(r"0+(\.0+)?[a-z]+")
+_BURST = "32kb"
+_LATENCY = "200ms"
+
+
+def parse_link(text: str, workers: int) -> tuple[str, ...]:
+    """Return the rate of each worker; one that is given alone is for all.
+
+    >>> parse_link("100mbit", 3)
+    ('100mbit', '100mbit', '100mbit')
+    """
+    rates = tuple(rate.strip().lower() for rate in text.split(","))
+    for rate in rates:
+        if not _RATE.fullmatch(rate) or _NONE.fullmatch(rate):
+            raise InvalidSetting(
+                f"--link has {rate!r}; give a rate above 0 in bit, kbit, mbit or gbit, "
+                "such as 100mbit"
+            )
+    if len(rates) not in (1, workers):
+        raise InvalidSetting(
+            f"--link has {len(rates)} rates for {workers} workers; give one for all or one each"
+        )
+    return rates * workers if len(rates) == 1 else rates
+
+
+def check_privileges() -> None:
+    """Raise unless namespaces can be made here."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise InvalidSetting(
+            f"--link needs {' and '.join(missing)}, not found here; install iproute2, "
+            "or leave --link out"
+        )
+    if os.geteuid() != 0:
+        raise InvalidSetting(
+            "--link needs root to make network namespaces; run as root, or leave --link out"
+        )
+
+
+class Network:
+    """The namespaces of one lab, by names that begin with the lab's."""
+
+    def __init__(self, lab: str, rates: Sequence[str]) -> None:
+        self._lab = lab
+        self._rates = tuple(rates)
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """All names: the hub, and one per worker."""
+        return (self._hub, *(self._namespace(worker) for worker in range(len(self._rates))))
+
+    def build(self) -> None:
+        """Make the namespaces and the links."""
+        _run("ip", "netns", "add", self._hub)
+        _run("ip", "-n", self._hub, "link", "add", "hub", "type", "bridge")
+        _run("ip", "-n", self._hub, "link", "set", "hub", "up")
+        for worker, rate in enumerate(self._rates):
+            self._join(worker, rate)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which workers find each other."""
+        return {
+            "MASTER_ADDR": _address(0),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+
+    def inside(self, worker: int) -> list[str]:
+        """Return what stands before a command to run it in a worker's namespace."""
+        return ["ip", "netns", "exec", self._namespace(worker)]
+
+    @property
+    def _hub(self) -> str:
+        return f"{self._lab}-hub"
+
+    def _namespace(self, worker: int) -> str:
+        return f"{self._lab}-{worker}"
+
+    def _join(self, worker: int, rate: str) -> None:
+        own, port = self._namespace(worker), f"w{worker}"
+        _run("ip", "netns", "add", own)
+        _run(
+            *("ip", "-n", self._hub, "link", "add", port, "type", "veth"),
+            *("peer", "name", INTERFACE, "netns", own),
+        )
+        _run("ip", "-n", self._hub, "link", "set", port, "master", "hub", "up")
+        _run("ip", "-n", own, "addr", "add", f"{_address(worker)}/16", "dev", INTERFACE)
+        _run("ip", "-n", own, "link", "set", INTERFACE, "up")
+        _run("ip", "-n", own, "link", "set", "lo", "up")
+        _run(
+            *("tc", "-n", own, "qdisc", "add", "dev", INTERFACE, "root", "tbf"),
+            *("rate", rate, "burst", _BURST, "latency", _LATENCY),
+        )
+
+
+def _address(worker: int) -> str:
+    return f"10.77.{worker // 250}.{worker % 250 + 1}"
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise InvalidSetting(
+            f"`{' '.join(command)}` failed ({done.stderr.strip()}), but --link needs it; "
+            "allow network namespaces and the tbf queue here, or leave --link out"
+        )
