@@ -1,3 +1,4 @@
+import gzip
 import math
 import os
 import signal
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from poise.cli.demo import Board, is_same_training, largest_difference
-from poise.cli.demo_task import STEPS, WORKERS
+from poise.cli.demo import is_same_accuracy
+from poise.cli.demo_board import Board, verdict
+from poise.cli.demo_task import SPEEDS, images_file, read_images, write_images
 from poise.cli.doctor_facts import Facts, advice, thread_warning
 from poise.cli.main import main
 from poise.cli.requirements import require
@@ -62,7 +64,10 @@ def test_an_import_of_torch_would_be_seen() -> None:
     assert imports_torch("import torch")
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["doctor", "--workers", "1"], ["demo", "x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["dance"], ["doctor", "--workers", "1"], ["demo", "x"], ["demo", "--steps", "3"]],
+)
 def test_a_wrong_command_line_gives_exit_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(arguments)
@@ -82,32 +87,41 @@ def test_a_missing_package_is_named_with_the_extra_to_install() -> None:
         require("sys", "no_such_package", extra="demo")
 
 
-def test_the_demo_trains_the_same_as_one_plain_process() -> None:
-    result = poise("demo")
+def test_the_demo_trains_the_same_with_and_without_poise() -> None:
+    result = poise("demo", "--steps", "12")
     assert result.returncode == 0, result.stderr
-    assert "same training: largest weight difference" in result.stdout
-    assert f"step {STEPS} of {STEPS}" in result.stdout
+    assert "same accuracy" in result.stdout
+    assert result.stdout.count("step 12 of 12") == 2
+    assert "times as fast" in result.stdout
     assert result.stderr == ""
 
 
 def test_the_demo_stops_when_a_worker_dies() -> None:
     command = [sys.executable, "-m", "poise", "demo"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as demo:
-        os.kill(wait_for_children(demo)[1], signal.SIGKILL)
+        os.kill(wait_for_workers(demo)[1], signal.SIGKILL)
         _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 1
     assert b"worker 1 ended with signal 9" in errors
 
 
-def wait_for_children(process: "subprocess.Popen[bytes]") -> list[int]:
+def wait_for_workers(process: "subprocess.Popen[bytes]") -> list[int]:
     """Return the demo's workers, in their order, once all are there."""
     listing = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:
         children = [int(child) for child in listing.read_text().split()]
-        if len(children) == WORKERS:
-            return children
+        workers = [child for child in children if b"demo_worker" in command_of(child)]
+        if len(workers) == len(SPEEDS):
+            return workers
         time.sleep(0.01)
     raise AssertionError("the demo ended before its workers were there")
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def test_a_failed_worker_is_reported_while_others_still_run() -> None:
@@ -127,36 +141,52 @@ def test_messages_arrive_from_all_workers() -> None:
     assert len(received) == 4
 
 
-def test_equal_weights_are_the_same_training() -> None:
-    weights = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
-    assert largest_difference(weights, dict(weights)) == 0.0
-    assert is_same_training(0.0)
+def reports(board: Board, worker: int, samples: int, work_s: float, step_s: float) -> None:
+    for step in range(5):
+        told = {"step": step, "samples": samples, "work_s": work_s, "step_s": step_s}
+        board.note(worker, told)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"w": torch.tensor([1.0, 2.0 + 1e-9], dtype=torch.float64)},
-        {"w": torch.tensor([1.0, math.nan], dtype=torch.float64)},
-        {"w": torch.tensor([1.0], dtype=torch.float64)},
-        {"v": torch.tensor([1.0, 2.0], dtype=torch.float64)},
-        {},
-    ],
-)
-def test_different_weights_are_not_the_same_training(other: dict[str, torch.Tensor]) -> None:
-    weights = {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}
-    assert not is_same_training(largest_difference(weights, other))
+def test_the_verdict_compares_time_waiting_and_accuracy() -> None:
+    plain, balanced = Board("plain", (1.0, 0.5), 5), Board("poise", (1.0, 0.5), 5)
+    reports(plain, 0, 8, 0.1, 0.2)
+    reports(plain, 1, 8, 0.2, 0.2)
+    reports(balanced, 0, 11, 0.1, 0.1)
+    reports(balanced, 1, 5, 0.1, 0.1)
+    for board, pace in ((plain, 2.0), (balanced, 1.0)):
+        for number, accuracy in enumerate([0.5, 0.9, 0.9], start=1):
+            told = {"step": number, "trained_s": number * pace, "accuracy": accuracy}
+            board.note(0, told)
+            board.note(1, {**told, "accuracy": 0.0})
+    assert plain.waiting == pytest.approx(0.25)
+    assert balanced.waiting == pytest.approx(0.0)
+    assert plain.seconds_to(0.9) == 4.0
+    assert balanced.accuracy == 0.9
+    _, sentence = verdict(plain, balanced)
+    assert "2.00 times as fast" in sentence
+    assert "more than 1.50 times" in sentence
 
 
-def test_the_board_shows_a_step_when_all_workers_have_reported_it() -> None:
-    board = Board()
-    for worker in (2, 0):
-        board.note(worker, {"step": 0, "epoch": 0, "samples": 5, "loss": 1.0})
-    assert board.step == 0
-    board.note(0, {"step": 1, "epoch": 0, "samples": 5, "loss": 1.0})
-    board.note(1, {"step": 0, "epoch": 0, "samples": 0, "loss": None})
-    assert board.step == 1
-    assert board.samples == board.seen == [5, 0, 5]
+def test_accuracies_that_differ_are_not_the_same() -> None:
+    assert is_same_accuracy(0.921, 0.925)
+    assert not is_same_accuracy(0.92, 0.85)
+    assert not is_same_accuracy(0.92, math.nan)
+
+
+def test_the_demo_takes_fashion_where_it_is_installed(tmp_path: Path) -> None:
+    folder = tmp_path / "fashion"
+    folder.mkdir()
+    for part, images in (("train", 300), ("t10k", 40)):
+        pixels = bytes(16) + bytes([255]) * (images * 28 * 28)
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(pixels))
+        labels = bytes(8) + bytes(label % 10 for label in range(images))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+    assert write_images(images_file(tmp_path), folder) == "300 images of Fashion-MNIST"
+    found = read_images(images_file(tmp_path))
+    assert found.side == 28
+    assert found.train[0].shape == (300, 1, 28, 28)
+    assert float(found.train[0].min()) == 1.0
+    assert found.test[1].tolist() == [label % 10 for label in range(40)]
 
 
 def test_doctor_reports_versions_and_the_speed_of_the_all_reduce() -> None:

@@ -16,6 +16,7 @@ from poise.core.order import Order
 from poise.core.split import Split, even_split
 from poise.policy import Decision
 from poise.torch import Balancer
+from poise.torch.exchange import SETTLING
 from tests.cluster import Workers
 from tests.test_exactness import EXACT, random_splits
 from tests.training import Log, Recipe, build, dataset, distance, train_balanced, train_plain
@@ -43,12 +44,24 @@ class Restless:
     ) -> tuple[Decision | None, tuple[int, int]]:
         workers, global_batch = state
         last = events[-1]
-        seen = isinstance(last, Observation)
-        chance = random.Random(os.getpid() * 1_000_003 + (last.step if seen else 0))
-        if seen and chance.random() < 0.1:
+        step = last.step if isinstance(last, Observation) else None
+        chance = random.Random(os.getpid() * 1_000_003 + (step or 0))
+        if step is not None and chance.random() < 0.1:
             return None, state
         drawn = [chance.randrange(workers) for _ in range(global_batch)]
         return Decision(tuple(drawn.count(worker) for worker in range(workers))), state
+
+
+@dataclass(frozen=True)
+class Calm(Restless):
+    """One that leaves its splits alone for long, so that workers exchange seldom."""
+
+    def update(
+        self, state: tuple[int, int], events: Sequence[Event]
+    ) -> tuple[Decision | None, tuple[int, int]]:
+        steps = [event.step for event in events if isinstance(event, Observation)]
+        due = any(step % 41 == 40 for step in steps)
+        return super().update(state, events) if due else (None, state)
 
 
 def train_with_leads(policy: Any, leads: tuple[tuple[int, int], ...]) -> Log:
@@ -100,6 +113,16 @@ def test_online_plans_start_together_at_any_lead(workers: Workers, leads: Any) -
     check_every_sample_once_in_order(logs, RECIPE)
     check_sizes(logs, logs[0].splits)
     assert distance(logs[1].weights, train_plain(RECIPE)) < EXACT
+
+
+def test_plans_start_together_where_workers_exchange_seldom(workers: Workers) -> None:
+    logs = workers.run(train_with_leads, Calm(), LEADS[2], workers=3)
+    assert logs[0].splits == logs[1].splits == logs[2].splits
+    changes = [s for s, (a, b) in enumerate(pairwise(logs[0].splits), 1) if a != b]
+    assert len(changes) >= 3
+    assert min(later - sooner for sooner, later in pairwise(changes)) > SETTLING
+    check_every_sample_once_in_order(logs, RECIPE)
+    check_sizes(logs, logs[0].splits)
 
 
 @pytest.mark.parametrize("leads", LEADS[3:])

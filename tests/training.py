@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from poise.core.order import Order
+from poise.lab import Pacer
 from poise.policy import Policy
 from poise.torch import Balancer
 from tests.cluster import Fault
@@ -102,8 +103,9 @@ def train_balanced(
     keep_gradients: bool = False,
     hang_s: float | None = None,
     after_step: Callable[[Balancer, int], None] | None = None,
+    speeds: tuple[float, ...] = (),
 ) -> Log:
-    """Train with Poise on this worker."""
+    """Train with Poise on this worker; speeds make workers sleep, 2 ms a sample at speed 1."""
     model, optimizer, scheduler = build(recipe)
     log = Log({}, [], [], [])
     with Balancer(
@@ -117,6 +119,8 @@ def train_balanced(
             num_workers=processes,
             prefetch_factor=prefetch[balancer.worker] if processes else None,
         )
+        if speeds:
+            Pacer(0.002, 0.0, speeds[balancer.worker]).attach(model)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         step = 0
         for epoch in balancer.epochs(recipe.epochs):

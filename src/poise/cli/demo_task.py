@@ -1,81 +1,139 @@
-"""What the demo trains: handwritten digits, a small network, and how it is split."""
+"""What the demo trains: images, a small network, and how long."""
 
+import gzip
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from poise.core.batch import steps_per_epoch
 from poise.core.order import Order
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-    from torch.utils.data import TensorDataset
 
-WORKERS = 3
-EPOCHS = 12
-GLOBAL_BATCH = 60
-TRAIN_IMAGES = 1500
-TEST_IMAGES = 297
+Arrays = dict[str, NDArray[Any]]
+
+SPEEDS = (0.9, 0.45, 0.22)
+"""Cores of each worker."""
+WORKERS = len(SPEEDS)
+GLOBAL_BATCH = 240
 SEED = 1
-SPLITS = {0: (30, 20, 10), 75: (6, 40, 14), 150: (45, 0, 15), 225: (1, 24, 35)}
-"""By first step. Worker 1 rests for a while."""
-STEPS = EPOCHS * steps_per_epoch(TRAIN_IMAGES, GLOBAL_BATCH, drop_last=False)
+_CLASSES = 10
+_CHANNELS = {8: 208, 28: 32}
+"""Small images get more: a sample is to take about half a millisecond."""
+_DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+_TEST_IMAGES = 1500
 
 
-def write_digits(path: Path) -> None:
-    """Write scikit-learn's digits to a file, so that only one process needs to import it."""
-    from sklearn.datasets import load_digits
+@dataclass(frozen=True)
+class Images:
+    """Images to train on and to test with."""
 
-    images, labels = load_digits(return_X_y=True)
-    np.savez(path, images=images / 16, labels=labels)
+    train: "tuple[Tensor, Tensor]"
+    test: "tuple[Tensor, Tensor]"
+
+    @property
+    def side(self) -> int:
+        """Width and height of an image."""
+        return int(self.train[0].shape[-1])
 
 
-def read_digits(path: Path) -> "tuple[TensorDataset, TensorDataset]":
-    """Return the images to train on and the images to test with."""
+def images_file(directory: Path) -> Path:
+    """Where the data set lies for the workers."""
+    return directory / "images.npz"
+
+
+def errors_file(directory: Path, worker: int) -> Path:
+    """Where a worker's stderr goes, so that it cannot tear the live table."""
+    return directory / f"worker-{worker}.stderr"
+
+
+def write_images(path: Path, folder: Path = _DEBIAN) -> str:
+    """Write the data set to a file, so that only one process needs to look for it; say which."""
+    name, arrays = _fashion(folder) if folder.is_dir() else _digits()
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # none is an option
+    return f"{len(arrays['train_labels']):,} images of {name}"
+
+
+def read_images(path: Path) -> Images:
+    """Return the images that `write_images` wrote."""
     import torch
-    from torch.utils.data import TensorDataset
 
     with np.load(path) as arrays:
-        x, y = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"]).long()
-    return (
-        TensorDataset(x[:TRAIN_IMAGES], y[:TRAIN_IMAGES]),
-        TensorDataset(x[TRAIN_IMAGES:], y[TRAIN_IMAGES:]),
+        tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    return Images(
+        (tensors["train_images"], tensors["train_labels"].long()),
+        (tensors["test_images"], tensors["test_labels"].long()),
     )
 
 
-def new_model() -> "nn.Module":
-    """Return the network with its initial weights, the same in every process."""
+def images_of_step(length: int) -> Iterator[list[int]]:
+    """Yield the images of each global batch, in the order in which Poise takes them."""
+    for epoch in count():
+        order = Order(length=length, seed=SEED, epoch=epoch)
+        for start in range(0, length - GLOBAL_BATCH + 1, GLOBAL_BATCH):
+            yield order.at(start, start + GLOBAL_BATCH).tolist()
+
+
+def new_model(side: int) -> "nn.Module":
+    """Return the network for square images, the same in every process."""
     import torch
     from torch import nn
 
     torch.manual_seed(SEED)
-    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10)).double()
+    channels = _CHANNELS[side]
+    head = [nn.Linear(channels * (side // 4) ** 2, 128), nn.ReLU(), nn.Linear(128, _CLASSES)]
+    return nn.Sequential(
+        _block(1, channels // 2), _block(channels // 2, channels), nn.Flatten(), *head
+    )
 
 
 def new_optimizer(model: "nn.Module") -> "Optimizer":
     """Return stochastic gradient descent with momentum."""
     from torch.optim import SGD
 
-    return SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def train_plainly(digits: Path) -> "dict[str, Tensor]":
-    """Train in this process, without Poise, on the same global batches; return the weights."""
-    import torch
-    from torch.nn.functional import cross_entropy
+def _block(inputs: int, outputs: int) -> "nn.Module":
+    from torch import nn
 
-    torch.set_num_threads(1)
-    x, y = read_digits(digits)[0].tensors
-    model = new_model()
-    optimizer = new_optimizer(model)
-    for epoch in range(EPOCHS):
-        order = Order(length=len(x), seed=SEED, epoch=epoch)
-        for start in range(0, len(x), GLOBAL_BATCH):
-            batch = order.at(start, min(start + GLOBAL_BATCH, len(x))).tolist()
-            loss = cross_entropy(model(x[batch]), y[batch])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return model.state_dict()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+
+def _fashion(folder: Path) -> tuple[str, Arrays]:
+    """Read Fashion-MNIST as Debian's package dataset-fashion-mnist installs it."""
+
+    def read(name: str, header: int) -> NDArray[Any]:
+        with gzip.open(folder / name) as file:
+            return np.frombuffer(file.read(), dtype=np.uint8, offset=header)
+
+    def images(name: str) -> NDArray[Any]:
+        return (read(name, 16).reshape(-1, 1, 28, 28) / 255).astype(np.float32)
+
+    return "Fashion-MNIST", {
+        "train_images": images("train-images-idx3-ubyte.gz"),
+        "train_labels": read("train-labels-idx1-ubyte.gz", 8),
+        "test_images": images("t10k-images-idx3-ubyte.gz")[:_TEST_IMAGES],
+        "test_labels": read("t10k-labels-idx1-ubyte.gz", 8)[:_TEST_IMAGES],
+    }
+
+
+def _digits() -> tuple[str, Arrays]:
+    """Take the handwritten digits that come with scikit-learn."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    test = slice(1440, None)
+    return "handwritten digits", {
+        "train_images": images[: test.start],
+        "train_labels": labels[: test.start],
+        "test_images": images[test],
+        "test_labels": labels[test],
+    }

@@ -1,93 +1,192 @@
-"""One worker of the demo: `python -m poise.cli.demo_worker DIRECTORY`, started by `poise demo`.
+"""One worker of the demo: `python -m poise.cli.demo_worker DIRECTORY HOW STEPS`, in a lab.
 
-It tells its progress on stdout. The data set comes from a file in the directory; stderr and the
-final weights go to files there.
+HOW is "plain" for DistributedDataParallel alone, or "poise". Both train on the same images in the
+same order. It tells its progress on stdout. Images come from a file in the directory; stderr goes
+to a file there.
 """
 
-import math
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
 from poise.cli.demo_task import (
-    EPOCHS,
     GLOBAL_BATCH,
     SEED,
-    SPLITS,
-    TEST_IMAGES,
+    Images,
+    errors_file,
+    images_file,
+    images_of_step,
     new_model,
     new_optimizer,
-    read_digits,
+    read_images,
 )
 from poise.cli.worker_messages import send
+from poise.core.split import even_split
 from poise.environment import launched_as
+from poise.torch import Balancer
+from poise.watch.hooks import watching
+from poise.watch.monitor import Monitor
+from poise.watch.recorder import Recorder
+
+How = Literal["plain", "poise"]
 
 _HANG_S = 60.0
+_TESTS = 10
+"""How often the accuracy is measured."""
+_TEST_BATCH = 500
+_FEWEST = 5
+"""Steps between two tests, at least: a step with a test is not timed."""
 
 
-def digits_file(directory: Path) -> Path:
-    """Where the parent puts the data set."""
-    return directory / "digits.npz"
+class Training(Protocol):
+    """One way to train."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this worker's part of each global batch, without end."""
+
+    def accuracy(self) -> float:
+        """Return the part of the test images that the model gets right; all workers ask."""
+
+    def close(self) -> None:
+        """Let go of the other workers."""
 
 
-def errors_file(directory: Path, worker: int) -> Path:
-    """Where a worker's stderr goes, so that it cannot tear the live table."""
-    return directory / f"worker-{worker}.stderr"
+class Plain:
+    """DistributedDataParallel alone: equal shares."""
+
+    def __init__(self, images: Images) -> None:
+        dist.init_process_group("gloo")
+        self._images = images
+        self.model: nn.Module = DistributedDataParallel(new_model(images.side))
+        self.optimizer = new_optimizer(self.model)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Take an equal part of the global batches that Poise would take."""
+        x, y = self._images.train
+        split = even_split(dist.get_world_size(), GLOBAL_BATCH)
+        start = sum(split[: dist.get_rank()])
+        stop = start + split[dist.get_rank()]
+        for batch in images_of_step(len(x)):
+            mine = batch[start:stop]
+            yield x[mine], y[mine]
+
+    def accuracy(self) -> float:
+        """Test on worker 0, while the others wait."""
+        found = 0.0
+        self.model.eval()
+        if dist.get_rank() == 0:
+            x, y = self._images.test
+            with torch.no_grad():
+                found = (self.model(x).argmax(dim=1) == y).double().mean().item()
+        dist.barrier()
+        self.model.train()
+        return found
+
+    def close(self) -> None:
+        """Wait for the others, and leave the group."""
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def weights_file(directory: Path, worker: int) -> Path:
-    """Where a worker's final weights go."""
-    return directory / f"worker-{worker}.pt"
+class Balanced:
+    """Poise, as it comes."""
+
+    def __init__(self, images: Images) -> None:
+        self._balancer = Balancer(GLOBAL_BATCH, seed=SEED, hang_s=_HANG_S)
+        model = new_model(images.side)
+        loader = DataLoader(
+            TensorDataset(*images.train), GLOBAL_BATCH, shuffle=True, drop_last=True
+        )
+        self.model: nn.Module
+        self.model, self.optimizer, self._loader = self._balancer.prepare(
+            model, new_optimizer(model), loader
+        )
+        self._test = self._balancer.evaluation(DataLoader(TensorDataset(*images.test), _TEST_BATCH))
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Take this worker's share."""
+        for _ in self._balancer.epochs(sys.maxsize):
+            yield from self._loader
+
+    def accuracy(self) -> float:
+        """Test on all workers, each on its share."""
+        right = seen = 0
+        with torch.no_grad():
+            for x, y in self._test:
+                right += int((self.model(x).argmax(dim=1) == y).sum())
+                seen += len(x)
+        return self._balancer.mean(right / max(seen, 1), seen)
+
+    def close(self) -> None:
+        """Wait for the others, and leave them."""
+        self._balancer.close()
 
 
-def main(directory: Path) -> None:
+class OwnClock(Monitor):
+    """Watches the steps of this worker, and sends nothing to others."""
+
+    def __init__(self) -> None:
+        super().__init__(Recorder(), lambda _: None, every_s=1.0)
+
+    def join(self, *_: object) -> None:
+        """Meet nobody."""
+
+    def tick(self) -> None:
+        """Show nothing."""
+
+    def leave(self) -> None:
+        """Nobody was met."""
+
+
+def main(directory: Path, how: How, steps: int) -> None:
     """Train as one worker of the group that the environment describes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends us
     launch = launched_as()
     assert launch is not None
     with errors_file(directory, launch.worker).open("w") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())
-    _train(directory)
-
-
-def _train(directory: Path) -> None:
-    import torch
-    from torch.nn.functional import cross_entropy
-    from torch.utils.data import DataLoader
-
-    from poise.torch import Balancer, Fixed
-
     torch.set_num_threads(1)
-    train, test = read_digits(digits_file(directory))
-    with Balancer(GLOBAL_BATCH, policy=Fixed(SPLITS), seed=SEED, hang_s=_HANG_S) as balancer:
-        model = new_model()
-        model, optimizer, loader = balancer.prepare(
-            model,
-            new_optimizer(model),
-            DataLoader(train, batch_size=GLOBAL_BATCH, shuffle=True),
-        )
-        step = 0
-        for epoch in balancer.epochs(EPOCHS):
-            for x, y in loader:
-                loss = cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                send(step=step, epoch=epoch, samples=len(x), loss=_number(loss.item()))
-                step += 1
-        model.eval()
-        for x, y in balancer.evaluation(DataLoader(test, batch_size=TEST_IMAGES)):
-            with torch.no_grad():
-                correct = (model(x).argmax(dim=1) == y).double().mean()
-            send(accuracy=balancer.mean(correct, len(x)))
-        torch.save(model.state_dict(), weights_file(directory, balancer.worker))
+    images = read_images(images_file(directory))
+    clock = OwnClock()
+    with watching(clock):
+        training: Training = Plain(images) if how == "plain" else Balanced(images)
+        _train(training, clock.recorder, steps)
+        training.close()
 
 
-def _number(loss: float) -> float | None:
-    """The mean loss of no sample is not a number, which JSON cannot hold."""
-    return None if math.isnan(loss) else loss
+def _train(training: Training, recorder: Recorder, steps: int) -> None:
+    every = max(_FEWEST, steps // _TESTS)
+    trained_s, before = 0.0, time.perf_counter()
+    for step, (x, y) in enumerate(islice(training.batches(), steps)):
+        loss = cross_entropy(training.model(x), y) if len(x) else training.model(x).sum()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        trained_s += time.perf_counter() - before
+        for row in recorder.take():
+            if row.evaluated:
+                continue  # a test lies in between
+            send(step=step, samples=len(x), work_s=row.local_s + row.input_s, step_s=row.end_s)
+        if (step + 1) % every == 0 or step + 1 == steps:
+            send(step=step, trained_s=trained_s, accuracy=training.accuracy())
+        before = time.perf_counter()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))  # type: ignore[arg-type]

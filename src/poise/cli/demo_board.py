@@ -1,0 +1,138 @@
+"""What the demo shows: a live table of one training, and the verdict on two."""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from poise.cli.worker_messages import Message
+
+_RECENT = 8
+"""Steps over which the live table averages."""
+
+
+@dataclass
+class Lane:
+    """One worker of a training."""
+
+    samples: int = 0
+    """Its last local batch."""
+    work_s: list[float] = field(default_factory=list)
+    """Its own work in each step."""
+    step_s: list[float] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> float:
+        """The part of its time in which it waited for the others, over all steps."""
+        total = sum(self.step_s)
+        return 1 - sum(self.work_s) / total if total else 0.0
+
+    def recent(self) -> tuple[float, float]:
+        """Return the medians of its work and its steps lately."""
+        return statistics.median(self.work_s[-_RECENT:]), statistics.median(self.step_s[-_RECENT:])
+
+
+@dataclass
+class Board:
+    """One training as it goes."""
+
+    title: str
+    cores: Sequence[float]
+    steps: int
+    lanes: list[Lane] = field(init=False)
+    step: int = 0
+    tests: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds of training so far, and the accuracy then."""
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+
+    def __post_init__(self) -> None:
+        self.lanes = [Lane() for _ in self.cores]
+
+    def note(self, worker: int, message: Message) -> None:
+        """Take in what a worker tells."""
+        self.step = max(self.step, message["step"] + 1)
+        if "accuracy" not in message:
+            lane = self.lanes[worker]
+            lane.samples = message["samples"]
+            lane.work_s.append(message["work_s"])
+            lane.step_s.append(message["step_s"])
+        elif worker == 0:
+            self.tests.append((message["trained_s"], message["accuracy"]))
+
+    @property
+    def step_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.lanes[0].step_s)
+
+    @property
+    def waiting(self) -> float:
+        """The part of all workers' time that was spent waiting."""
+        return statistics.mean(lane.waiting for lane in self.lanes)
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training, without the tests."""
+        return self.tests[-1][0]
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy at the end."""
+        return self.tests[-1][1]
+
+    def seconds_to(self, accuracy: float) -> float:
+        """Return how long it took to be so accurate."""
+        return next(seconds for seconds, found in self.tests if found >= accuracy)
+
+
+def picture(board: Board) -> Group:
+    """Return the live table with its progress bar."""
+    table = Table("worker", title=board.title, title_justify="left")
+    for heading in ("cores", "local batch", "ms a step", "waiting", "samples/s"):
+        table.add_column(heading, justify="right", min_width=len(heading))
+    for worker, (cores, lane) in enumerate(zip(board.cores, board.lanes, strict=True)):
+        table.add_row(str(worker), f"{cores:g}", *_cells(lane))
+    line = Table.grid(padding=(0, 2))
+    place = f"step {board.step:>{len(str(board.steps))}} of {board.steps}"
+    if board.tests:
+        place += f", accuracy {board.accuracy:.1%}"
+    line.add_row(ProgressBar(board.steps, board.step, width=24), Text(place))
+    return Group(table, line)
+
+
+def verdict(plain: Board, balanced: Board) -> tuple[Table, str]:
+    """Return the comparison, and a sentence about it."""
+    reached = min(plain.accuracy, balanced.accuracy)
+    table = Table("", title="The same images, the same order, the same machine")
+    table.add_column("plain DDP", justify="right")
+    table.add_column("Poise", justify="right")
+    boards = (plain, balanced)
+    table.add_row("step, median", *[f"{each.step_s * 1e3:.0f} ms" for each in boards])
+    table.add_row("workers' time spent waiting", *[f"{each.waiting:.0%}" for each in boards])
+    table.add_row("training", *[f"{each.trained_s:.1f} s" for each in boards])
+    table.add_row(
+        f"until {reached:.1%} accuracy", *[f"{each.seconds_to(reached):.1f} s" for each in boards]
+    )
+    table.add_row("accuracy at the end", *[f"{each.accuracy:.1%}" for each in boards])
+    ceiling = statistics.mean(plain.cores) / min(plain.cores)
+    faster = plain.trained_s / balanced.trained_s
+    return table, (
+        f"Poise trained {faster:.2f} times as fast, the time to learn the split included; by the "
+        f"cores alone no split can be more than {ceiling:.2f} times as fast."
+    )
+
+
+def _cells(lane: Lane) -> tuple[str, ...]:
+    if not lane.step_s:
+        return ("-",) * 4
+    work_s, step_s = lane.recent()
+    return (
+        str(lane.samples),
+        f"{work_s * 1e3:.0f}",
+        f"{max(0.0, 1 - work_s / step_s):.0%}",
+        f"{lane.samples / step_s:,.0f}",
+    )

@@ -1,0 +1,191 @@
+"""Live balancing: real workers of unequal speed, whose split is learned while they train."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from poise.lab import Pacer
+from poise.policy import Auto
+from poise.records import read_record, replay
+from poise.torch import Balancer
+from poise.torch.learned import device_kind, same_kind
+from tests.cluster import Workers
+from tests.test_exactness import EXACT
+from tests.test_start_step import check_every_sample_once_in_order
+from tests.training import Log, Recipe, build, dataset, distance, train_balanced, train_plain
+
+RECIPE = Recipe(samples=24 * 11 + 5, global_batch=24, epochs=4)
+STEPS = 48
+
+
+def train_unequally(recipe: Recipe, speeds: tuple[float, ...], policy: Any) -> Log:
+    return train_balanced(recipe, policy, speeds=speeds)
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 0.5, 0.25), (0.25, 1.0, 1.0)], ids=str)
+def test_auto_learns_the_split_and_the_training_stays_exact(
+    workers: Workers, tmp_path: Path, speeds: tuple[float, ...]
+) -> None:
+    """The default policy; worker 0, which decides, may be the slowest."""
+    record = tmp_path / "run.jsonl"
+    recipe = Recipe(**{**vars(RECIPE), "extra": {"record": str(record)}})
+    logs = workers.run(train_unequally, recipe, speeds, "auto", workers=3)
+    assert logs[0].splits == logs[1].splits == logs[2].splits
+    first, last = logs[0].splits[0], logs[0].splits[-1]
+    assert first == (8, 8, 8)
+    assert sorted(range(3), key=lambda w: -last[w])[-1] == speeds.index(min(speeds))
+    assert max(last) >= 10
+    check_every_sample_once_in_order(logs, RECIPE)
+    assert distance(logs[1].weights, train_plain(RECIPE)) < EXACT
+    found = read_record(record)
+    assert replay(found) is None
+    rows = [row.observation for row in found.rows if row.observation]
+    assert [row.step for row in rows] == list(range(STEPS))
+    measured = [row for row in rows if row.ready_s is not None and (row.ready_s > 0).all()]
+    # Left out: warm-up, the first and last of an epoch, and what was not exchanged at the end.
+    assert len(measured) >= STEPS - 2 - 2 * RECIPE.epochs - 4
+    assert all(row.memory_bytes is None or (row.memory_bytes > 0).any() for row in measured)
+
+
+@pytest.mark.parametrize("policy", ["proportional", "lbbsp", "optperf"])
+def test_other_policies_balance_by_name(workers: Workers, policy: str) -> None:
+    logs = workers.run(train_unequally, RECIPE, (1.0, 0.25), policy, workers=2)
+    assert logs[0].splits == logs[1].splits
+    assert logs[0].splits[-1][0] > logs[0].splits[0][0]
+    assert distance(logs[1].weights, train_plain(RECIPE)) < EXACT
+
+
+def train_and_save(
+    checkpoint: str, speeds: tuple[float, ...], stop: int | None
+) -> list[tuple[int, ...]]:
+    """Go on from the checkpoint if there is one; stop and save after so many steps."""
+    model, optimizer, _ = build(RECIPE)
+    splits: list[tuple[int, ...]] = []
+    with Balancer(RECIPE.global_batch, seed=RECIPE.seed) as balancer:
+        Pacer(0.002, 0.0, speeds[balancer.worker]).attach(model)
+        loader = DataLoader(dataset(RECIPE), RECIPE.global_batch, shuffle=True)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        if Path(checkpoint).exists():
+            balancer.load_state_dict(torch.load(checkpoint, weights_only=True))
+        for _ in balancer.epochs(RECIPE.epochs):
+            for inputs, targets, _ in shares:
+                splits.append(balancer.plan.split)
+                nn.functional.cross_entropy(shared(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if len(splits) == stop:
+                    break
+            if len(splits) == stop:
+                break
+        if balancer.worker == 0:
+            torch.save(balancer.state_dict(), checkpoint)
+        balancer.mean(0.0, 1)
+    return splits
+
+
+def test_what_was_learned_is_reused_on_resume(workers: Workers, tmp_path: Path) -> None:
+    """On the same workers at once; on others after the delay of a plan, by kind of device."""
+    checkpoint = str(tmp_path / "state.pt")
+    before = workers.run(train_and_save, checkpoint, (1.0, 0.25), 24, workers=2)
+    assert before[0][-1][0] > before[0][-1][1]
+    again = workers.run(train_and_save, checkpoint, (1.0, 0.25), 3, workers=2)
+    assert again[0][0] == again[1][0] == before[0][-1]
+    more = workers.run(train_and_save, checkpoint, (1.0, 0.25, 1.0), 4, workers=3)
+    assert more[0] == more[1] == more[2]
+    assert more[0][0] == (8, 8, 8)
+    assert more[0][3][0] > more[0][3][1]
+    assert abs(more[0][3][2] - more[0][3][0]) <= 1  # of the kind of worker 0
+
+
+def test_devices_are_matched_by_kind() -> None:
+    assert same_kind(["a", "b"], ["b", "a"]) == (1, 0)
+    assert same_kind(["a", "a"], ["a"]) == (0,)
+    assert same_kind([], ["a"]) == (None,)
+    assert device_kind(torch.device("cpu")) == device_kind(torch.device("cpu"))
+
+
+class SlowData(Dataset[Any]):
+    """A data set from which a sample takes long on one worker."""
+
+    def __init__(self, sample_s: float) -> None:
+        self._sample_s = sample_s
+
+    def __len__(self) -> int:
+        return 24 * 40
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self._sample_s)
+        return torch.ones(24), index % 5
+
+
+def train_on_slow_data() -> Any:
+    """Worker 1's loader is slow; return what bounds each worker, and the last split."""
+    model, optimizer, _ = build(Recipe(dtype="float32"))
+    with Balancer(24) as balancer:
+        Pacer(0.002, 0.0, 1.0).attach(model)
+        data = SlowData(0.01 if balancer.worker == 1 else 0.0)
+        loader = DataLoader(data, 24, num_workers=1)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for inputs, targets in shares:
+            nn.functional.cross_entropy(shared(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        plan = balancer.plan
+        return plan.split, plan.bound if plan.forecast is not None else None
+
+
+def test_a_worker_whose_loader_is_slow_is_recognized(workers: Workers) -> None:
+    results = workers.run(train_on_slow_data, workers=2)
+    split, bound = results[0]
+    assert split[0] > split[1]
+    assert bound[1] == "input"
+    assert bound[0] != "input"
+
+
+@dataclass
+class Tight:
+    """Memory of which a sample takes 10 MB, 5 samples' worth before the first, and a limit."""
+
+    balancer: Any = None
+    limit_bytes: float = 300e6
+    asked: list[float] = field(default_factory=list)
+
+    def peak_bytes(self) -> float:
+        if self.balancer is None or self.balancer._loader is None:
+            return 50e6
+        return 50e6 + 10e6 * float(self.balancer.plan.split[self.balancer.worker])
+
+
+def train_with_little_memory(policy: Any) -> list[tuple[int, ...]]:
+    """Worker 0 is fast and has memory for 22 samples."""
+    memory = Tight()
+    model, optimizer, _ = build(RECIPE)
+    splits = []
+    with pytest.MonkeyPatch.context() as patch, Balancer(48, policy=policy) as balancer:
+        if balancer.worker == 0:
+            memory.balancer = balancer
+            patch.setattr("poise.torch.balancer.memory_of", lambda *_, **__: memory)
+        Pacer(0.002, 0.0, 1.0 if balancer.worker == 0 else 0.25).attach(model)
+        loader = DataLoader(dataset(RECIPE), 48, shuffle=True)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for _ in balancer.epochs(8):
+            for inputs, targets, _ in shares:
+                splits.append(balancer.plan.split)
+                nn.functional.cross_entropy(shared(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return splits
+
+
+def test_a_local_batch_never_grows_beyond_its_memory(workers: Workers) -> None:
+    """By speed worker 0 would get 32 of 48 samples."""
+    splits = workers.run(train_with_little_memory, Auto(), workers=3)[0]
+    assert splits[0] == (16, 16, 16)
+    assert max(split[0] for split in splits) <= 22  # (0.9 x 300 - 50) / 10
+    assert splits[-1][0] > 16
