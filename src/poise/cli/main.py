@@ -41,14 +41,23 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_doctor(commands)
+    _add_lab(commands)
     _add_plan(commands)
     _add_verify(commands)
+    _add_watch(commands)
     return parser
 
 
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    text = "Train on three local workers with unequal shares, and compare with plain PyTorch."
+    text = "Train on three workers of unequal speed, first plainly and then with Poise."
     demo = commands.add_parser("demo", help=text, description=text)
+    demo.add_argument(
+        "--steps",
+        type=_ten_or_more,
+        default=200,
+        metavar="N",
+        help="steps of each training, at least 10 (default 200, about a minute)",
+    )
     demo.set_defaults(run=_demo)
 
 
@@ -71,6 +80,43 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a training script, its args"
     )
     doctor.set_defaults(run=_doctor)
+
+
+def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Run a training script on real workers of this machine that are unequal on purpose."
+    lab = commands.add_parser(
+        "lab",
+        help=text,
+        description=text + " Each worker gets so many cores from the moment its model is wrapped "
+        "in DistributedDataParallel, which Balancer.prepare does too. Output passes through with "
+        "the worker's number in front. Exit code: 0, or that of the first worker that fails.",
+        usage="poise lab [-h] --speeds S,S,... [--walk FILE] [--link RATE] [--pace TIME] "
+        "[--from-start] -- SCRIPT [ARGS ...]",
+    )
+    lab.add_argument(
+        "--speeds",
+        required=True,
+        metavar="S,S,...",
+        help="cores of each worker, worker 0 first; 0.5x8 means eight of 0.5",
+    )
+    lab.add_argument("--walk", metavar="W.toml", help="how the speeds change while running")
+    lab.add_argument(
+        "--link",
+        metavar="RATE[,RATE...]",
+        help="limit what each worker sends, as in 100mbit: one rate for all or one each; needs "
+        "root and iproute2",
+    )
+    lab.add_argument(
+        "--pace",
+        metavar="PER_SAMPLE[+FIXED]",
+        help="sleep inside forward and backward, as in 4ms+20ms, instead of limiting the CPU: for "
+        "more workers than cores",
+    )
+    lab.add_argument("--from-start", action="store_true", help="throttle imports and set-up too")
+    lab.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a training script, its args"
+    )
+    lab.set_defaults(run=_lab)
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -145,16 +191,63 @@ def _add_verify_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _demo(_: argparse.Namespace) -> int:
+def _add_watch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Say what the workers of a plain DistributedDataParallel script wait for."
+    watch = commands.add_parser(
+        "watch",
+        help=text,
+        description=text + " The script runs unchanged, and so do its gradients; every worker is "
+        "started through this command: torchrun ... -m poise watch train.py. Worker 0 reports on "
+        "stderr: time lost waiting, on whom, why, and what another split of the same global batch "
+        "would gain. The exit code is the script's own.",
+        usage="poise watch [-h] [--every S] [--steps N] [--json] SCRIPT [ARGS ...]",
+    )
+    watch.add_argument(
+        "--every",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds of training between two reports (default 10)",
+    )
+    watch.add_argument(
+        "--steps",
+        type=_one_or_more,
+        metavar="N",
+        help="end the report, not the script, after so many steps (default: the script's end)",
+    )
+    watch.add_argument(
+        "--json", action="store_true", help="print no reports but one JSON object, on stdout, last"
+    )
+    watch.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a training script, its args"
+    )
+    watch.set_defaults(run=_watch)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
     from poise.cli.demo import demo
 
-    return demo()
+    return demo(steps=arguments.steps)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from poise.cli.doctor import doctor
 
     return doctor(workers=arguments.workers, script=arguments.script)
+
+
+def _lab(arguments: argparse.Namespace) -> int:
+    from poise.cli.lab import lab
+
+    words = arguments.script
+    return lab(
+        speeds=arguments.speeds,
+        walk=arguments.walk,
+        link=arguments.link,
+        pace=arguments.pace,
+        from_start=arguments.from_start,
+        script=words[1:] if words[:1] == ["--"] else words,
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -183,6 +276,17 @@ def _verify(arguments: argparse.Namespace) -> int:
     return verify(workers=arguments.workers, steps=arguments.steps, script=[script, *theirs])
 
 
+def _watch(arguments: argparse.Namespace) -> int:
+    from poise.cli.watch import watch
+
+    return watch(
+        script=arguments.script,
+        every_s=arguments.every,
+        steps=arguments.steps,
+        as_json=arguments.json,
+    )
+
+
 def options_first(words: list[str]) -> tuple[list[str], list[str]]:
     """Part what follows a script's name: options of verify first, then words for the script.
 
@@ -201,6 +305,22 @@ def _one_or_more(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps from 1 up")
     return int(text)
+
+
+def _ten_or_more(text: str) -> int:
+    if not text.isdigit() or int(text) < 10:  # noqa: PLR2004 (the first ones are not timed)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps from 10 up")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
 
 
 def _two_or_more(text: str) -> int:

@@ -1,0 +1,349 @@
+"""How fast workers of unequal speed train under each policy, and how near to the best that is.
+
+Run: `python benchmarks/balance.py [--quick] [--json] [--plot FILE] [--only NAME ...]`. `--quick`
+takes less than three minutes and measures fewer clusters and policies, fewer times; the bars are
+the same.
+
+**Clusters.** HL1, HL2, HL4 and HL8: four workers under CPU quotas in OmniLearn's core ratios
+(12/12/12/12, 12/12/8/16, 9/9/6/24, 6/6/4/32), scaled to 1.35 cores in all, training a small
+convolutional network. paced-16: sixteen workers that sleep, in the mix of Cannikin's cluster (4
+A100, 4 V100, 8 RTX 6000), with real gradients and real traffic. link: two workers of unequal speed
+on slow links, with a model whose reduction takes longer than its computation. All run in
+`poise.lab`, in processes that stay the same for all policies, one torch thread each.
+
+**Policies.** even is plain DistributedDataParallel. oracle is the best split for ready lines that
+are measured apart, before, at three other splits: a least-squares line per worker and bucket, and
+the least reduction times. The others are Poise's by name, each from its first step on. Trainings
+follow each other in random order, round after round; ratios are taken within a round.
+
+**Figures.** Steady: median of a training's last steps. 15 steps after start: the median of steps
+13 to 17 over that. Slowdown: one worker's speed is divided by 4 at a step; the median of steps 13
+to 17 after it, over the median of the oracle for the new speeds. Walk: the speeds go HL 1-2-4-8-8-
+4-2-1; the whole time over that of an oracle that knows the speeds of each part. Prediction:
+difference between the step time that the last plan predicted and the median of the steps under
+it. Reduction: what auto saves against even, in parts of what the oracle saves.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+from balance_worker import Settings
+from figures import Figure, as_json, bootstrap, show
+from rich.console import Console
+from rich.table import Table
+from workers import end_on_sigterm
+
+from poise.cli.worker_messages import receive
+from poise.lab import Lab
+from poise.sim.scenes import CORES, WALK
+
+TOTAL_CORES = 1.35
+STEADY_BAR = {"throttled": 1.05, "paced": 1.02}
+PREDICTION_BAR = {"throttled": 0.07, "paced": 0.03}
+START_BAR = 1.05
+SLOWDOWN_BAR = 1.10
+WALK_BAR = 1.05
+REDUCTION_BAR = 0.95
+LEAST_REDUCTION = 0.1
+"""Where the oracle saves less than this part, a ratio of savings says nothing."""
+
+_WORKER = Path(__file__).parent / "balance_worker.py"
+_OTHERS = ("static", "proportional", "lbbsp", "optperf")
+_MIX = [1.0] * 4 + [0.5] * 4 + [0.35] * 8
+_STEADY = 14
+"""Steps at the end of a training."""
+_AFTER = slice(13, 18)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What to run where."""
+
+    name: str
+    kind: str
+    settings: Settings
+    lab: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One training as worker 0 saw it."""
+
+    step_s: list[float]
+    splits: list[list[int]]
+    predicted_s: list[float | None]
+
+    @property
+    def steady_s(self) -> float:
+        """The median of the last steps."""
+        return statistics.median(self.step_s[-min(_STEADY, len(self.step_s) - 3) :])
+
+    @property
+    def prediction_error(self) -> float:
+        """How far the last plan's prediction is off, relative; NaN without one."""
+        predicted, last = self.predicted_s[-1], self.splits[-1]
+        under = [
+            step_s for step_s, split in zip(self.step_s, self.splits, strict=True) if split == last
+        ]
+        if predicted is None:
+            return float("nan")
+        return abs(predicted / statistics.median(under[-_STEADY:]) - 1)
+
+
+Results = dict[str, list[Trained]]
+
+
+def hl(level: int) -> list[float]:
+    """Return the speeds of a heterogeneity level."""
+    cores = CORES[level]
+    return [TOTAL_CORES * each / sum(cores) for each in cores]
+
+
+def clusters(*, quick: bool) -> list[Cluster]:
+    """Return what to run."""
+    policies = ["even", "auto", "oracle"] if quick else ["even", *_OTHERS, "auto", "oracle"]
+    steps = {"even": 8, "auto": 34, "oracle": 12, "static": 12, "other": 64}
+    if not quick:
+        steps |= {"even": 14, "auto": 64, "oracle": 20, "static": 20}
+    throttled = Settings([], 240, "images", rounds=5, policies=policies, steps=steps)
+    levels = (1, 8) if quick else (1, 2, 4, 8)
+    found = [
+        Cluster(f"HL{level}", "throttled", replace(throttled, speeds=hl(level))) for level in levels
+    ]
+    found[0] = replace(found[0], settings=replace(found[0].settings, **_slower(hl(1), worker=1)))
+    paced = replace(throttled, speeds=_MIX, global_batch=512, model="points")
+    if not quick:
+        paced = replace(paced, **_slower(_MIX, worker=5))
+    found.append(Cluster("paced-16", "paced", paced, {"pace": "2ms+20ms"}))
+    if not quick:
+        found += [_walk(), _link()]
+    return found
+
+
+def _slower(speeds: Sequence[float], worker: int) -> dict[str, Any]:
+    slow = [speed / 4 if number == worker else speed for number, speed in enumerate(speeds)]
+    return {"slow_speeds": slow, "slow_at": 30, "slow_steps": 20}
+
+
+def _walk() -> Cluster:
+    settings = Settings(
+        hl(1),
+        240,
+        "images",
+        rounds=1,
+        policies=[],
+        steps={},
+        walk=[hl(level) for level in WALK],
+        walk_steps=80,
+        walk_policies=["even", "proportional", "lbbsp", "auto", "oracle"],
+    )
+    return Cluster("walk", "throttled", settings)
+
+
+def _link() -> Cluster:
+    settings = Settings(
+        [0.9, 0.3],
+        192,
+        "heavy",
+        rounds=5,
+        policies=["even", "proportional", "lbbsp", "auto", "oracle"],
+        steps={"even": 8, "oracle": 14, "other": 40},
+    )
+    return Cluster("link", "throttled", settings, {"link": "200mbit"})
+
+
+def run(cluster: Cluster, say: Any) -> tuple[Results, list[int]]:
+    """Run a cluster's trainings in a lab; return them by policy, and the oracle's split."""
+    results: Results = defaultdict(list)
+    oracle: list[int] = []
+    settings = json.dumps(asdict(cluster.settings))
+    with Lab(cluster.settings.speeds, **cluster.lab) as lab:
+        workers = lab.start([str(_WORKER), settings], stdout=PIPE)
+        for _, message in receive(workers):
+            if "speeds" in message:
+                lab.set_speeds(message["speeds"])
+            elif "oracle" in message:
+                oracle = message["oracle"]
+            else:
+                label = message["label"]
+                found = Trained(message["step_s"], message["splits"], message["predicted_s"])
+                results[label].append(found)
+                say(f"{cluster.name} {label}: {found.steady_s * 1e3:.0f} ms {found.splits[-1:]}")
+    return results, oracle
+
+
+def figures(cluster: Cluster, results: Results) -> list[Figure]:
+    """Return what one cluster's trainings have to meet."""
+    name, kind = cluster.name, cluster.kind
+    if name == "walk":
+        total = {label: [sum(each.step_s) for each in runs] for label, runs in results.items()}
+        found = [
+            (f"walk: {label.removeprefix('walk ')} / oracle", ratio)
+            for label in total
+            if label != "walk oracle"
+            for ratio in [_median_ratio(total[label], total["walk oracle"])]
+        ]
+        return [
+            Figure(label, ratio, "at most", WALK_BAR) for label, ratio in found if "auto" in label
+        ]
+    steady = {label: [each.steady_s for each in runs] for label, runs in results.items()}
+    if name == "link":
+        return [
+            Figure(
+                f"link: auto / {other}, lower end",
+                _lower(steady["auto"], steady[other]),
+                "at most",
+                1.0,
+            )
+            for other in ("proportional", "lbbsp")
+        ]
+    auto = results["auto"]
+    found_figures = [
+        Figure(
+            f"{name}: auto / oracle, steady",
+            _median_ratio(steady["auto"], steady["oracle"]),
+            "at most",
+            STEADY_BAR[kind],
+        ),
+        Figure(
+            f"{name}: 15 steps after start / steady",
+            statistics.median(
+                statistics.median(each.step_s[_AFTER]) / each.steady_s for each in auto
+            ),
+            "at most",
+            START_BAR,
+        ),
+        Figure(
+            f"{name}: prediction error, mean",
+            _mean_known([each.prediction_error for each in auto]),
+            "at most",
+            PREDICTION_BAR[kind],
+        ),
+    ]
+    others = [label for label in _OTHERS if label in steady]
+    if others:
+        worst = max(others, key=lambda label: _lower(steady["auto"], steady[label]))
+        found_figures.append(
+            Figure(
+                f"{name}: auto / {worst}, lower end, the worst of all policies",
+                _lower(steady["auto"], steady[worst]),
+                "at most",
+                1.0,
+            )
+        )
+    saved = 1 - _median_ratio(steady["oracle"], steady["even"])
+    if saved > LEAST_REDUCTION:
+        found_figures.append(
+            Figure(
+                f"{name}: reduction of auto / of the oracle",
+                (1 - _median_ratio(steady["auto"], steady["even"])) / saved,
+                "at least",
+                REDUCTION_BAR,
+            )
+        )
+    if "slowdown" in results:
+        oracle_s = statistics.median(steady["slowdown oracle"])
+        at = cluster.settings.slow_at
+        after = [statistics.median(each.step_s[at:][_AFTER]) for each in results["slowdown"]]
+        found_figures.append(
+            Figure(
+                f"{name}: 15 steps after a 4x slowdown / the new oracle",
+                statistics.median(after) / oracle_s,
+                "at most",
+                SLOWDOWN_BAR,
+            )
+        )
+    return found_figures
+
+
+def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    pairs = zip(numerators, denominators, strict=True)
+    return statistics.median(numerator / denominator for numerator, denominator in pairs)
+
+
+def _lower(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Return the lower end of the interval of paired ratios."""
+    pairs = zip(numerators, denominators, strict=True)
+    return bootstrap([numerator / denominator for numerator, denominator in pairs]).low
+
+
+def _mean_known(values: Sequence[float]) -> float:
+    known = [value for value in values if value == value]  # noqa: PLR0124 (NaN is not itself)
+    return statistics.mean(known) if known else float("nan")
+
+
+def tables(found: dict[str, tuple[Cluster, Results, list[int]]]) -> list[Table]:
+    """Return one table of step times per cluster."""
+    shown = []
+    for name, (cluster, results, oracle) in found.items():
+        speeds = cluster.settings.speeds
+        ceiling = 1 - min(speeds) / statistics.mean(speeds)
+        title = f"{name}: ceiling of the reduction {ceiling:.0%}"
+        table = Table(title=title if oracle else name, title_justify="left")
+        for heading in ("policy", "steady ms", "spread", "against even", "split"):
+            table.add_column(heading, justify="left" if heading in ("policy", "split") else "right")
+        even = [each.steady_s for each in results.get("even", [])]
+        for label, runs in results.items():
+            times = sorted(each.steady_s for each in runs)
+            against = ""
+            if len(times) == len(even) and even:
+                ratio = _median_ratio([each.steady_s for each in runs], even)
+                against = f"{ratio - 1:+.0%}"
+            split = runs[-1].splits[-1] if runs[-1].splits else "even"
+            table.add_row(
+                label,
+                f"{statistics.median(times) * 1e3:.0f}",
+                f"{times[0] * 1e3:.0f}-{times[-1] * 1e3:.0f}",
+                against,
+                str(split),
+            )
+        shown.append(table)
+    return shown
+
+
+def main() -> int:
+    """Run the benchmark; return 0 whatever it finds: bars are for readers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="less than three minutes")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="clusters to run")
+    parser.add_argument("--plot", metavar="FILE", help="draw step times into a .png or .svg")
+    arguments = parser.parse_args()
+    end_on_sigterm()
+    errors = Console(stderr=True, highlight=False)
+    found: dict[str, tuple[Cluster, Results, list[int]]] = {}
+    all_figures: list[Figure] = []
+    for cluster in clusters(quick=arguments.quick):
+        if arguments.only and cluster.name not in arguments.only:
+            continue
+        results, oracle = run(cluster, lambda text: errors.print(text, markup=False))
+        found[cluster.name] = (cluster, results, oracle)
+        all_figures += figures(cluster, results)
+    if arguments.plot:
+        from balance_plot import plot
+
+        plot({name: results for name, (_, results, _) in found.items()}, Path(arguments.plot))
+    if arguments.json:
+        runs = {
+            name: {label: [asdict(each) for each in runs] for label, runs in results.items()}
+            for name, (_, results, _) in found.items()
+        }
+        print(as_json("balance", all_figures, {"runs": runs}))
+        return 0
+    console = Console()
+    for table in tables(found):
+        console.print(table)
+    show("balance", all_figures, {})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""`poise watch`: run a training script unchanged, and say what its workers wait for."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import open_code
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import Console
+from rich.table import Table
+
+from poise.cli.requirements import require
+from poise.errors import InvalidSetting
+from poise.lab.user_script import check_script, command_line
+from poise.watch.findings import LITTLE, Findings
+from poise.watch.monitor import Monitor
+from poise.watch.recorder import FIRST_STEPS, Recorder
+
+MOST_ROWS = 40
+"""A longer table is cut; the JSON is not."""
+
+_FAILED = 1
+_INTERRUPTED = 130
+_OFTEN = 0.6
+"""Part of the steps from which on one worker is the one that others wait for."""
+
+
+def watch(
+    *, script: Sequence[str], every_s: float = 10.0, steps: int | None = None, as_json: bool = False
+) -> int:
+    """Run a script, given with its arguments, as one worker; return its own exit code.
+
+    Args:
+        script: the path of a Python file, and its arguments.
+        every_s: seconds of training between two reports.
+        steps: how many steps to look at; None: all.
+        as_json: instead of reports on stderr, print one JSON object on stdout at the end.
+    """
+    if not script:
+        raise InvalidSetting("watch needs a script; give the path of a Python file")
+    check_script(script)
+    require("torch", extra="torch")
+    from poise.watch.hooks import watching
+
+    report = _Report(as_json)
+    monitor = Monitor(Recorder(steps=steps), report.show, every_s=every_s)
+    with watching(monitor), command_line(script):
+        try:
+            code = _run(script[0])
+        finally:
+            report.end(monitor)
+    return code
+
+
+def _run(script: str) -> int:
+    """Run to the end as `python SCRIPT` does: sys.exit passes, errors are printed as there."""
+    path = str(Path(script).resolve())
+    try:
+        with _main_module(path) as module, open_code(path) as file:
+            exec(compile(file.read(), path, "exec"), vars(module))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != path:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _FAILED
+    return 0
+
+
+@contextmanager
+def _main_module(path: str) -> Iterator[ModuleType]:
+    """Make a module that is `__main__` for everyone, as pickled objects of a script need it.
+
+    Unlike in runpy, the first argument stays as typed.
+    """
+    ours, theirs = sys.modules["__main__"], ModuleType("__main__")
+    theirs.__file__ = path
+    sys.modules["__main__"] = theirs
+    try:
+        yield theirs
+    finally:
+        sys.modules["__main__"] = ours
+
+
+class _Report:
+    """Where findings are shown."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._console = Console(stderr=True, highlight=False)
+        self._shown: Findings | None = None
+
+    def show(self, findings: Findings) -> None:
+        """Print a table, unless JSON is asked for."""
+        self._shown = findings
+        if not self._as_json:
+            _print(self._console, findings)
+
+    def end(self, monitor: Monitor) -> None:
+        """Print what is known when the script is over."""
+        complete = monitor.finished
+        monitor.leave()
+        if not monitor.joined:
+            self._say_nothing_seen()
+        elif monitor.sums_up:
+            found = self._shown if complete else monitor.findings()
+            if self._as_json:
+                print(json.dumps(None if found is None else found.as_json()), flush=True)
+            elif found is None:
+                self._console.print(
+                    f"poise watch: there were too few steps; the first {FIRST_STEPS} do not count",
+                    soft_wrap=True,
+                )
+            elif not complete:
+                _print(self._console, found)
+
+    def _say_nothing_seen(self) -> None:
+        if self._as_json:
+            print("null", flush=True)
+        self._console.print(
+            "poise watch: the script made no DistributedDataParallel in this process, so there "
+            "is nothing to report; start every worker through poise watch, as with "
+            "torchrun -m poise watch SCRIPT",
+            soft_wrap=True,
+        )
+
+
+def _print(console: Console, findings: Findings) -> None:
+    console.print(_table(findings))
+    if len(findings.workers) > MOST_ROWS:
+        hidden = len(findings.workers) - MOST_ROWS
+        _say(console, f"{hidden:,} more workers are not shown; --json lists all")
+    for sentence in _sentences(findings):
+        _say(console, sentence)
+
+
+def _table(findings: Findings) -> Table:
+    first, last = findings.first_step, findings.last_step
+    table = Table(
+        title=f"poise watch: steps {first} to {last}, {findings.step_s * 1e3:,.1f} ms each",
+        title_justify="left",
+    )
+    for heading in ("worker", "local batch", "compute", "input", "waiting", "last"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows = sorted(findings.workers, key=lambda each: -each.last)[:MOST_ROWS]
+    for each in sorted(rows, key=lambda each: each.worker):
+        table.add_row(
+            str(each.worker),
+            f"{each.local_batch:,}" if each.local_batch else "?",
+            _ms(each.compute_s),
+            _ms(each.input_s),
+            _percent(each.waiting),
+            _percent(each.last),
+        )
+    return table
+
+
+def _sentences(findings: Findings) -> Iterator[str]:
+    part = findings.communication_s / findings.step_s
+    yield f"[bold]communication[/]: {_ms(findings.communication_s)} a step, {_percent(part)} of it"
+    if len(findings.workers) > 1:
+        yield f"[bold]lost waiting[/]: {_percent(findings.waiting)} of the workers' time"
+        if findings.waiting >= LITTLE:
+            yield f"[bold]on whom[/]: {_on_whom(findings)}"
+    else:
+        yield "there is one worker, and nobody to wait for"
+    yield from _why(findings)
+    if len(findings.workers) > 1:
+        yield f"[bold]another split[/]: {_split(findings)}"
+    if findings.left_out:
+        yield (
+            f"left out: {findings.left_out} steps with evaluation or a pause, "
+            f"{findings.left_out_s:,.1f} s together"
+        )
+
+
+def _on_whom(findings: Findings) -> str:
+    often = f"worker {findings.slowest}, the last one in {_percent(findings.slowest_last)} of steps"
+    return often if findings.slowest_last >= _OFTEN else f"one another; most often {often}"
+
+
+def _why(findings: Findings) -> Iterator[str]:
+    reason = findings.reason
+    match reason.cause:
+        case "communication":
+            yield "[bold]why[/]: communication takes the largest part of a step"
+        case "compute":
+            yield (
+                f"[bold]why[/]: compute, {_ms(reason.compute_s)} on the last worker and "
+                f"{_ms(reason.others_compute_s)} on the others"
+            )
+        case "input":
+            yield (
+                f"[bold]why[/]: input, {_ms(reason.input_s)} on the last worker and "
+                f"{_ms(reason.others_input_s)} on the others"
+            )
+
+
+def _split(findings: Findings) -> str:
+    gain = findings.gain
+    if gain.verdict == "unknown":
+        return "not known, since no tensor with samples was among the model's inputs"
+    if gain.verdict == "nothing":
+        return "nothing to gain"
+    less = [1 - step_s / findings.step_s for step_s in (gain.longest_s, gain.shortest_s)]
+    basis = (
+        "from several local batches of each worker"
+        if gain.slopes_seen
+        else "a guess, since one local batch does not show which part of a worker's time is fixed"
+    )
+    return (
+        f"{_numbers(gain.split)} would take {_ms(gain.shortest_s)} to {_ms(gain.longest_s)} "
+        f"a step, {_percent(less[0])} to {_percent(less[1])} less; {basis}"
+    )
+
+
+def _numbers(split: Sequence[int]) -> str:
+    shown = ", ".join(str(local) for local in split[:MOST_ROWS])
+    return shown + (", ..." if len(split) > MOST_ROWS else "")
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True)

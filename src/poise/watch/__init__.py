@@ -1,0 +1,1 @@
+"""Watching a plain DistributedDataParallel training: clocks are read, nothing is changed."""

@@ -1,0 +1,97 @@
+"""How rows get from the workers to worker 0: keys of a store, and nobody ever waits."""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from poise.watch.rows import Row, pack, unpack
+
+_PATIENCE_S = 1.0
+"""How long worker 0 looks, at the end, for what others have still to send."""
+_PAUSE_S = 0.01
+
+
+class Store(Protocol):
+    """What is needed of a store of torch.distributed."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys are there."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a key."""
+
+
+class Outbox:
+    """A worker's end: packs of rows, numbered."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._rows: list[Row] = []
+        self._packs = 0
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Take rows to send."""
+        self._rows.extend(rows)
+
+    def send(self, store: Store, *, last: bool = False) -> None:
+        """Write what is there as one pack; after the last one, nobody has to look again.
+
+        A store that is gone takes nothing: the rows stay for another one.
+        """
+        if not (self._rows or last):
+            return
+        try:
+            store.set(_key(self._worker, self._packs), pack(self._rows))
+            if last:
+                store.set(_end_key(self._worker), str(self._packs + 1))
+        except (RuntimeError, OSError):
+            return
+        self._packs += 1
+        self._rows.clear()
+
+
+class Inbox:
+    """Worker 0's end."""
+
+    def __init__(self, workers: Sequence[int]) -> None:
+        self._next = dict.fromkeys(workers, 0)
+
+    def look(self, store: Store) -> dict[int, list[Row]]:
+        """Return the rows that arrived from each worker."""
+        found: dict[int, list[Row]] = {worker: [] for worker in self._next}
+        try:
+            for worker, rows in found.items():
+                while store.check([key := _key(worker, self._next[worker])]):
+                    rows.extend(unpack(store.get(key)))
+                    self._next[worker] += 1
+                    store.delete_key(key)
+        except (RuntimeError, OSError):  # the store is gone; what was read counts
+            pass
+        return found
+
+    def look_last(self, store: Store) -> dict[int, list[Row]]:
+        """Return the rows of all workers that end within a moment, as soon as all did."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self._all_ended(store) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        return self.look(store)
+
+    def _all_ended(self, store: Store) -> bool:
+        try:
+            return store.check([_end_key(worker) for worker in self._next])
+        except (RuntimeError, OSError):
+            return True
+
+
+def _key(worker: int, pack_number: int) -> str:
+    return f"{worker}/{pack_number}"
+
+
+def _end_key(worker: int) -> str:
+    return f"{worker}/end"

@@ -1,0 +1,169 @@
+"""From what happens in a training process to rows: where each step ends, and what it spent."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from poise.watch.rows import Row
+from poise.watch.timer import HostTimer, Timer
+
+FIRST_STEPS = 3
+"""Steps that are left out at the beginning: DDP rebuilds its buckets after the first, or after
+the second if the graph is static, and workers meet while it does."""
+
+
+@dataclass
+class _Step:
+    """What is known of the step under way."""
+
+    batch: int = 0
+    """Samples of the backwards before the present one, which were not reduced."""
+    forward_batch: int = 0
+    """The largest of the forwards since: calls for one backward see the same samples."""
+    eval_batch: int = 0
+    """The same of a model in evaluation mode, which may be trained, too."""
+    reduced: bool = False
+    """Whether this backward ends in a reduction."""
+    local: Any = None
+    input_s: float = 0.0
+    sync_s: float = 0.0
+    prefetched: bool = False
+    evaluated: bool = False
+    disturbed: bool = False
+
+    def end_backward(self) -> None:
+        """Add this backward's samples."""
+        self.batch += self.forward_batch or self.eval_batch
+        self.forward_batch = self.eval_batch = 0
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A step whose stamps may still lie in the future of an accelerator."""
+
+    number: int
+    begin: Any
+    end: Any
+    step: _Step
+
+
+class Recorder:
+    """Is told what happens, in the order in which it happens on this worker."""
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        timer: Timer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.timer: Timer = timer or HostTimer()
+        self._clock = clock
+        self.last_number = None if steps is None else FIRST_STEPS + steps - 1
+        """The last step to record; None: there is none."""
+        self._number = 0
+        self._begin: Any = None
+        self._step = _Step()
+        self._ended: deque[_Ended] = deque()
+        self._inside = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps asked for are recorded."""
+        return self.last_number is not None and self._number > self.last_number
+
+    def forward(self, batch: int, *, training: bool, grad: bool, reduced: bool) -> None:
+        """The model is called with so many samples; its backward will be reduced or not."""
+        step = self._step
+        if not grad:
+            step.evaluated = True
+            return
+        step.reduced = reduced
+        if training:
+            step.forward_batch = max(step.forward_batch, batch)
+        else:
+            step.evaluated = True
+            step.eval_batch = batch
+
+    def evaluating(self) -> None:
+        """The model is put into evaluation mode."""
+        self._step.evaluated = True
+
+    def disturbed(self) -> None:
+        """The watch itself takes time in this step, which then does not count."""
+        self._step.disturbed = True
+
+    def gradient(self) -> None:
+        """A local gradient is there."""
+        if self.timer.at_gradients:
+            self._step.local = self.timer.stamp()
+
+    def gradients_done(self) -> None:
+        """All local gradients of a backward are there."""
+        if not self.timer.at_gradients:
+            self._step.local = self.timer.stamp()
+
+    def backward_done(self) -> None:
+        """A backward is over, and so is its reduction if there was one."""
+        step = self._step
+        step.end_backward()
+        if not step.reduced:
+            return
+        end = self.timer.stamp()
+        counts = self._number >= FIRST_STEPS and not (self.complete or step.disturbed)
+        if counts and self._begin is not None:
+            self._ended.append(_Ended(self._number, self._begin, end, step))
+        self._begin, self._step = end, _Step()
+        self._number += 1
+
+    @contextmanager
+    def loading(self, *, prefetched: bool) -> Iterator[None]:
+        """Time that is spent in a data loader."""
+        self._step.prefetched = self._step.prefetched or prefetched
+        with self._timed("input_s"):
+            yield
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Time that is spent in an exchange with other workers, outside of the reduction."""
+        with self._timed("sync_s"):
+            yield
+
+    def take(self) -> list[Row]:
+        """Return the rows that are new."""
+        rows = []
+        while self._ended and self.timer.known(self._ended[0].end):
+            rows.append(self._row(self._ended.popleft()))
+        return rows
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the time of the block, unless it is inside another one."""
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        step, begin = self._step, self._clock()
+        try:
+            yield
+        finally:
+            self._inside = False
+            setattr(step, name, getattr(step, name) + self._clock() - begin)
+
+    def _row(self, ended: _Ended) -> Row:
+        step, timer = ended.step, self.timer
+        local = ended.end if step.local is None else step.local
+        until_local_s = timer.between_s(ended.begin, local)
+        return Row(
+            step=ended.number,
+            batch=step.batch,
+            local_s=max(until_local_s - step.input_s - step.sync_s, 0.0),
+            input_s=step.input_s,
+            sync_s=step.sync_s,
+            end_s=timer.between_s(ended.begin, ended.end),
+            prefetched=step.prefetched,
+            evaluated=step.evaluated,
+        )
