@@ -420,7 +420,7 @@ def training(kind: Kind, local_batch: int, hidden: int = 256) -> Iterator[Traini
 
     global_batch = local_batch * WORKERS
     loader = DataLoader(dataset, batch_size=global_batch, shuffle=True, drop_last=True)
-    with Balancer(global_batch, policy="even") as balancer:
+    with Balancer(global_batch) as balancer:
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         batches = (batch for _ in balancer.epochs(sys.maxsize) for batch in shares)
         yield Training(shared, optimizer, batches)

@@ -222,7 +222,7 @@ def test_a_loader_is_timed_between_batches_that_were_waited_for() -> None:
     assert np.isclose(loader.arrived(2.0, 10, 0.5), 0.1)
     assert math.isnan(loader.arrived(2.1, 10, 0.0))  # one in a burst
     assert np.isclose(loader.arrived(5.0, 10, 2.0), 0.15)  # 3 s for the 20 samples since
-    assert math.isnan(loader.arrived(9.0, 10, 0.001))
+    assert math.isnan(loader.arrived(9.0, 10, 0.4))  # no more than it takes to unpack a batch
 
 
 def test_a_device_is_read_when_it_got_there_and_never_waited_for() -> None:

@@ -13,12 +13,13 @@ All arrays run over workers, or workers x buckets, and nothing loops over worker
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from poise.core.observation import Observation
+from poise.core.revised import revised
 from poise.core.rows import with_rows_of
 from poise.core.split import Split
 from poise.core.timing import Flags, Floats, Ints, SpeedModel
@@ -30,12 +31,15 @@ WINSOR = 1.6
 """A time counts as at most so many times what was predicted."""
 CLIP, SLACK, ALARM = 3.0, 0.5, 12.0
 """CUSUM: deviations are clipped, lose the slack, and add up to an alarm."""
-FIRST_CV, FIRST_CV_COUNT, LEAST_CV = 0.1, 5.0, 0.005
+FIRST_CV, FIRST_CV_COUNT, LEAST_CV = 0.15, 5.0, 0.005
 """Noise is taken to be so, as if so many observations had shown it, and never to be less."""
 FIRST_CORRELATION_COUNT, MOST_CORRELATION = 20.0, 0.95
 NOISE_MEMORY = 100.0
 MEMORY = 200.0
 """A window counts as at most so many observations."""
+REDUCTIONS = 20.0
+"""And the mean of the reduction times as one of so many: where they take the workers' own
+processor they change with the split."""
 FORGET = 0.9
 """What older windows keep of their weight at each change of the split."""
 DOUBT = 0.2
@@ -130,9 +134,14 @@ class Fit:
 
     @cached_property
     def cv(self) -> Floats:
-        """Each worker's noise: standard deviation of a time, relative to it."""
+        """Each worker's noise: standard deviation of a time, relative to it.
+
+        Before much is seen of a worker, its noise is taken to be that of all.
+        """
         squares, _, count = self.deviations.T
-        variance: Floats = (FIRST_CV_COUNT * FIRST_CV**2 + squares) / (FIRST_CV_COUNT + count)
+        first = FIRST_CV_COUNT * FIRST_CV**2
+        common = (first + squares.sum()) / (FIRST_CV_COUNT + count.sum())
+        variance: Floats = (FIRST_CV_COUNT * common + squares) / (FIRST_CV_COUNT + count)
         return np.maximum(np.sqrt(variance), LEAST_CV)
 
     @cached_property
@@ -155,8 +164,12 @@ class Fit:
 
     @property
     def suspected(self) -> bool:
-        """Whether some worker's speed seems to have changed, and an alarm is half-way."""
-        return bool(max(self.rising.max(), self.falling.max()) > ALARM / 2)
+        """Whether some worker's speed seems to have changed of late, and an alarm is half-way.
+
+        What lingers there for longer is a line that fits badly, and no change.
+        """
+        half_way = np.maximum(self.rising, self.falling) > ALARM / 2
+        return bool((half_way & (self.run <= RECENT)).any())
 
     def update(self, observation: Observation) -> tuple["Fit", Ints]:
         """Learn from one step; return the next fit and the workers whose speed changed."""
@@ -234,7 +247,7 @@ class Fit:
         seen[workers] = np.minimum(self.run[workers], RECENT)
         changed_by = self.changed_by.copy()
         changed_by[workers] = factors
-        return replace(
+        return revised(
             self._cleared(changed),
             first_s=first_s,
             pool=pool,
@@ -257,7 +270,7 @@ class Fit:
         if split and len(split) == len(self.split):
             before, now = np.array(self.split), np.array(split)
             moved = (np.abs(now - before) > MOVED * before).astype(np.float64)
-        return replace(
+        return revised(
             self,
             split=split,
             moved=moved,
@@ -274,7 +287,7 @@ class Fit:
         if not new.any():
             return self
         first_s = np.where(new[:, None], times, self.first_s)
-        return replace(
+        return revised(
             self,
             first_batch=np.where(new, batches, self.first_batch),
             first_s=np.maximum(first_s, 1e-9),
@@ -298,7 +311,7 @@ class Fit:
         recent = self.recent.copy(order="F")
         recent[:, :-1] = np.where(usable[:, None], self.recent[:, 1:], self.recent[:, :-1])
         recent[:, -1] = np.where(usable, gap, self.recent[:, -1])
-        fit = replace(
+        fit = revised(
             self._scatter(measured, usable), rising=rising, falling=falling, run=run, recent=recent
         )
         excess = np.maximum(gap - np.log(WINSOR), 0.0)
@@ -316,7 +329,7 @@ class Fit:
 
     def _cleared(self, workers: Flags) -> "Fit":
         """Begin to watch some workers anew."""
-        return replace(
+        return revised(
             self,
             rising=np.where(workers, 0.0, self.rising),
             falling=np.where(workers, 0.0, self.falling),
@@ -331,7 +344,7 @@ class Fit:
         mean_y[workers] = level * self._recent_changes(workers)[:, None]
         seen[workers] = FEWEST
         changed = np.isin(np.arange(self.workers), workers)
-        return replace(self._cleared(changed), seen=seen, mean_y=mean_y)
+        return revised(self._cleared(changed), seen=seen, mean_y=mean_y)
 
     def _recent_changes(self, workers: Ints) -> Floats:
         """Return by what factor the times of workers lie off since their CUSUM began to rise.
@@ -358,7 +371,7 @@ class Fit:
         fair = gap**2 * self.seen / (self.seen + 1)  # the mean is itself of seen observations
         kept = np.where(again, 1 - 1 / NOISE_MEMORY, 1.0)[:, None] * self.deviations
         new = np.stack([fair, gap * self.last_deviation, again.astype(np.float64)], axis=1)
-        return replace(
+        return revised(
             self,
             deviations=np.asfortranarray(kept + new),
             last_deviation=np.where(usable, gap, self.last_deviation),
@@ -373,7 +386,7 @@ class Fit:
         if not usable.all():
             moved[~usable] = 0.0
         moved *= part[:, None]
-        return replace(self, seen=seen, mean_y=self.mean_y + moved)
+        return revised(self, seen=seen, mean_y=self.mean_y + moved)
 
     def _reductions(self, observation: Observation) -> "Fit":
         """Learn the reduction times.
@@ -393,11 +406,11 @@ class Fit:
         if np.isnan(took).all(axis=0).any():
             return self
         least = np.maximum(np.nanmin(took, axis=0), 0.0)
-        count = min(self.bucket_count + 1, MEMORY)
+        count = min(self.bucket_count + 1, REDUCTIONS)
         if self.bucket_count:
             # One bad reduction (a page fault, a busy network) is not the network's speed.
             least = np.minimum(least, np.maximum(3 * self.bucket_s, 3 * self.bucket_s.mean()))
-        return replace(
+        return revised(
             self, bucket_s=self.bucket_s + (least - self.bucket_s) / count, bucket_count=count
         )
 
@@ -413,7 +426,7 @@ class Fit:
         moved = old + 0.2 * (seen - old)
         faster = self.input_s * observation.batches > (observation.length_s or np.inf)
         kept = np.where(faster, 0.99 * self.input_s, self.input_s)
-        return replace(self, input_s=np.where(np.isnan(seen), kept, moved))
+        return revised(self, input_s=np.where(np.isnan(seen), kept, moved))
 
     @cached_property
     def _window_x(self) -> Floats:

@@ -108,6 +108,11 @@ class Limits:
         capped = self.capped(most)
         return capped if capped.most >= global_batch else self
 
+    def at_least(self, least: Ints) -> "Limits":
+        """Return limits that also keep each local batch from falling below least."""
+        low = np.maximum(self.low, np.minimum(least, self.high) // self.multiple * self.multiple)
+        return Limits(low, self.high, self.multiple, self.names)
+
     def take(self, workers: Sequence[int]) -> "Limits":
         """Return the limits of some of the workers."""
         index = np.asarray(workers, dtype=np.int64)

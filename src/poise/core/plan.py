@@ -4,10 +4,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from poise.core.limits import Limits
 from poise.core.split import Split, apportion, check_split, optimal_split
 from poise.core.timing import Bound, Floats, SpeedModel
 from poise.errors import OutOfOrder
+
+_POINTS = 65
+_FAR = 4.0
+"""Standard deviations beyond which nothing is expected."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +24,28 @@ class Forecast:
     limits: Limits
     poured_s: float
     """The step time at which samples are poured: more is in vain, less leaves some over."""
+    scatter: Floats | None = None
+    """By how much each worker's time varies, standard deviation relative to it; None: not."""
+
+    def step_s(self, split: Split) -> float:
+        """Return how long a step takes on average.
+
+        A step lasts as long as its latest worker, and where times scatter that is later than any
+        worker's average: the mean of the largest of independent normal variables.
+        """
+        latest_s = self.model.step_s(split)
+        if self.scatter is None:
+            return latest_s
+        local_s = self.model.local_s(split)
+        work_s = np.maximum(local_s - self.model.bucket_s[-1], 0.0)
+        spread_s = np.maximum(self.scatter * work_s, 1e-12)
+        end_s = float((local_s + _FAR * spread_s).max())
+        times_s = np.linspace(latest_s, end_s, _POINTS)
+        all_there = _normal((times_s[:, None] - local_s) / spread_s).prod(axis=1)
+        early_s = np.linspace(latest_s - (end_s - latest_s), latest_s, _POINTS)
+        sooner = _normal((early_s[:, None] - local_s) / spread_s).prod(axis=1)
+        later = np.trapezoid(1 - all_there, times_s) - np.trapezoid(sooner, early_s)
+        return latest_s + float(later)
 
     def bounds(self, split: Split) -> tuple[Bound, ...]:
         """Return what bounds each worker.
@@ -36,6 +64,11 @@ class Forecast:
             else:
                 found.append(inner[worker])
         return tuple(found)
+
+
+def _normal(z: Floats) -> Floats:
+    """Return the normal distribution function, to three digits."""
+    return np.asarray(0.5 * (1 + np.tanh(0.7978845608 * (z + 0.044715 * z**3))))
 
 
 @dataclass(frozen=True)
@@ -82,7 +115,7 @@ class Plan:
     def predict(self, split: Sequence[int]) -> float:
         """Return the step time of a split, in seconds."""
         checked = check_split(split, len(self.split), sum(split))
-        return self._predictions.model.step_s(checked)
+        return self._predictions.step_s(checked)
 
     def scaled(self, global_batch: int) -> "Plan":
         """Return the plan that divides another global batch by the same shares."""

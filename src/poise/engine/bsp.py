@@ -1,12 +1,13 @@
 """The engine of synchronous training: from what happened to plans with a start step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from poise.core.observation import Change, Event, Observation
 from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan, Timetable
+from poise.core.revised import revised
 from poise.core.split import check_split
 from poise.engine.adaptation import Adaptation, AdaptationState
 from poise.errors import InvalidSetting, StateMismatch
@@ -45,7 +46,7 @@ class Engine:
             for step in sorted(schedule)
         )
         adapted = None if self.adapt is None else self.adapt.start(self.global_batch)
-        engine = replace(self, start_batch=self.global_batch, state=state, adapted=adapted)
+        engine = revised(self, start_batch=self.global_batch, state=state, adapted=adapted)
         return Timetable(plans), engine
 
     def update(self, events: Sequence[Event], start_step: int) -> tuple[Plan | None, "Engine"]:
@@ -61,7 +62,7 @@ class Engine:
         decision, engine = engine._decided(seen)
         batch, engine = engine._another_batch()
         if batch is not None:
-            engine = replace(engine, global_batch=batch)
+            engine = revised(engine, global_batch=batch)
             decision, engine = engine._decided([Change(tuple(range(engine.workers)), batch)])
         if decision is None:
             return None, engine
@@ -87,7 +88,7 @@ class Engine:
                 f"this is not the state of an engine: it lacks {sorted(missing)}; load another one"
             )
         adapted = state["adapted"]
-        return replace(
+        return revised(
             self,
             workers=state["workers"],
             global_batch=state["global_batch"],
@@ -104,7 +105,7 @@ class Engine:
             if isinstance(event, Change):
                 event.check(engine.workers)
                 workers, global_batch = len(event.origin), event.global_batch
-                engine = replace(engine, workers=workers, global_batch=global_batch)
+                engine = revised(engine, workers=workers, global_batch=global_batch)
                 seen.append(event)
             elif not event.compiling:
                 _check(event, engine.workers)
@@ -115,11 +116,11 @@ class Engine:
     def _learned(self, observation: Observation) -> "Engine":
         if self.adapt is None or self.adapted is None:
             return self
-        return replace(self, adapted=self.adapt.learn(self.adapted, observation))
+        return revised(self, adapted=self.adapt.learn(self.adapted, observation))
 
     def _decided(self, events: list[Event]) -> tuple[Decision | None, "Engine"]:
         decision, state = self.policy.update(self.state, events)
-        return decision, replace(self, state=state)
+        return decision, revised(self, state=state)
 
     def _another_batch(self) -> tuple[int | None, "Engine"]:
         """Return a global batch that learns faster, if there is one."""
@@ -129,7 +130,7 @@ class Engine:
         batch, adapted = self.adapt.choose(
             self.adapted, self.policy.forecast(self.state), self.global_batch, self.start_batch
         )
-        return batch, replace(self, adapted=adapted)
+        return batch, revised(self, adapted=adapted)
 
 
 def _check(observation: Observation, workers: int) -> None:

@@ -9,7 +9,7 @@ rescaled at once.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,12 +18,14 @@ from poise.core.limits import Limits
 from poise.core.memory import MemoryLine
 from poise.core.observation import Change, Event, Observation
 from poise.core.plan import Forecast
+from poise.core.revised import revised
 from poise.core.split import Optimum, Split, capacity_within, optimal_split
 from poise.core.timing import Floats, SpeedModel
 from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
 from poise.policy.pace import Pace
 
+_SURE = 1.25
 _GREAT = 0.2
 """A change of a log time that makes earlier step times worthless."""
 
@@ -60,6 +62,9 @@ class Auto:
     """So many changes may follow each other at any pace,"""
     unhurried: int = 2
     """and each further one waits for so many more steps than the one before."""
+    furthest: int = 6
+    """A local batch shrinks to no less than one part of so many at once: how much of a time is
+    fixed is a guess until smaller ones were seen."""
     curiosity: float = 1.2
     """How much more than otherwise such a trial must promise."""
 
@@ -93,7 +98,7 @@ class Auto:
         better = self._better(state)
         if better is None:
             return decision, state
-        return better, replace(
+        return better, revised(
             state, split=better.split, pace=state.pace.changed(state.split), alarmed=()
         )
 
@@ -106,7 +111,7 @@ class Auto:
         if not self._knows_enough(state.fit):
             return None
         model = state.fit.model()
-        return Forecast(model, self._limits(state), model.step_s(state.split))
+        return Forecast(model, self._limits(state), model.step_s(state.split), state.fit.cv)
 
     def _changed(self, state: AutoState, change: Change) -> tuple[Decision, AutoState]:
         """Split another global batch, or over other workers, by what is known of them."""
@@ -125,7 +130,7 @@ class Auto:
                 limits = limits.capped_for(change.global_batch, caps)
             best = optimal_split(model, change.global_batch, limits)
             why = f"{fit.workers} workers share {change.global_batch} samples"
-            decision = _decision(model, limits, best, why)
+            decision = _decision(fit, model, limits, best, why)
         pace = Pace(cost_s=state.pace.cost_s)
         return decision, AutoState(fit, memory, decision.split, pace, caps=caps)
 
@@ -134,7 +139,9 @@ class Auto:
         model, limits = state.fit.model(), self._limits(state)
         if (np.array(state.split) > limits.high).any():
             best = optimal_split(model, sum(state.split), limits)
-            return _decision(model, limits, best, "a local batch comes too close to the memory")
+            return _decision(
+                state.fit, model, limits, best, "a local batch comes too close to the memory"
+            )
         local_s = model.local_s(state.split)
         now_s = float(local_s.max())
         chance = _chance(state, int(local_s.argmax()))
@@ -144,7 +151,7 @@ class Auto:
             if self._hasty(state, 1 - best_now.step_s / now_s):
                 return None
             further = self._further(state, limits, now_s, best_now)
-            return _decision(model, limits, further, _why(state, now_s, best_now.step_s))
+            return _decision(state.fit, model, limits, further, _why(state, now_s, best_now.step_s))
         if _seen(state.fit) % self.patience or self._hasty(state, 0.0):
             return None
         # A slope that seems flat, from few measurements, would never be tried again otherwise.
@@ -152,7 +159,9 @@ class Auto:
         trial = _best(steep, limits, state.split, now_s * (1 - self.curiosity * least))
         if trial is None:
             return None
-        return _decision(steep, limits, trial, "to see how times change with the local batch")
+        return _decision(
+            state.fit, steep, limits, trial, "to see how times change with the local batch"
+        )
 
     def _hasty(self, state: AutoState, gain: float) -> bool:
         """Whether a change comes too soon after others.
@@ -180,12 +189,13 @@ class Auto:
         return optimal_split(flat, sum(state.split), limits, near_s=best.step_s)
 
     def _limits(self, state: AutoState) -> Limits:
-        """Return the bounds with those of memory.
+        """Return the bounds with those of memory and of how far a line is to be trusted.
 
         If memory is too short for the global batch, no local batch grows beyond its cap, and none
         has to shrink.
         """
         limits, total = self.bounds.limits(state.fit.workers), sum(state.split)
+        limits = limits.at_least(np.array(state.split) // self.furthest)
         if state.caps is None:
             return limits
         capped = limits.capped(state.caps)
@@ -202,30 +212,30 @@ def _best(model: SpeedModel, limits: Limits, split: Split, enough_s: float) -> O
     return best if best.step_s < enough_s else None
 
 
-def _decision(model: SpeedModel, limits: Limits, best: Optimum, why: str) -> Decision:
-    return Decision(best.split, why, Forecast(model, limits, best.poured_s))
+def _decision(fit: Fit, model: SpeedModel, limits: Limits, best: Optimum, why: str) -> Decision:
+    return Decision(best.split, why, Forecast(model, limits, best.poured_s, fit.cv))
 
 
 def _learned(state: AutoState, observation: Observation) -> AutoState:
     fit, alarms = state.fit.update(observation)
     known = [worker for worker in alarms.tolist() if worker not in state.alarmed]
-    state = replace(state, fit=fit, alarmed=(*state.alarmed, *known))
+    state = revised(state, fit=fit, alarmed=(*state.alarmed, *known))
     if observation.memory_bytes is not None and observation.memory_limit_bytes is not None:
         memory = state.memory.update(observation.split, observation.memory_bytes)
-        state = replace(state, memory=memory, caps=memory.cap(observation.memory_limit_bytes))
+        state = revised(state, memory=memory, caps=memory.cap(observation.memory_limit_bytes))
     if (np.abs(np.log(fit.changed_by[alarms])) > _GREAT).any():
-        state = replace(state, pace=state.pace.renewed())
+        state = revised(state, pace=state.pace.renewed())
     step_s = observation.length_s
     if observation.split != state.split or step_s is None:
         return state
-    return replace(state, pace=state.pace.stepped(step_s))
+    return revised(state, pace=state.pace.stepped(step_s))
 
 
 def _went_back(state: AutoState) -> tuple[Decision, AutoState]:
     """Return to the split before, and be slower to leave it again."""
     pace = state.pace
     why = f"steps of {pace.settled_s * 1e3:.1f} ms, {pace.before_s * 1e3:.1f} before: going back"
-    return Decision(pace.before, why), replace(
+    return Decision(pace.before, why), revised(
         state, split=pace.before, pace=pace.went_back(), alarmed=()
     )
 
@@ -238,14 +248,15 @@ def _seen(fit: Fit) -> float:
 def _chance(state: AutoState, slowest: int) -> float:
     """Return the gain that noise alone may promise.
 
-    The slowest of n workers seems slower than it is, by about sqrt(2 log n) standard errors; and
-    of few measurements the noise itself is hardly known.
+    The slowest of n workers seems slower than it is, by about sqrt(2 log n) standard errors. More
+    is asked for, since every step is another chance to be misled; and of few measurements the
+    noise itself is hardly known.
     """
     fit = state.fit
     if np.isnan(fit.first_batch[slowest]):
         return 1.0  # nothing is known of it: no gain is sure
     error = float(fit.error(state.split)[slowest]) * (1 + 2 / max(float(fit.evidence[slowest]), 1))
-    return max(1.5, math.sqrt(2 * math.log(fit.workers))) * error
+    return _SURE * max(1.5, math.sqrt(2 * math.log(fit.workers))) * error
 
 
 def _why(state: AutoState, now_s: float, best_s: float) -> str:

@@ -1,8 +1,9 @@
 """How steps went with the split in effect, and what changing it has brought so far."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from poise.core.revised import revised
 from poise.core.split import Split
 
 _EARLY = 2
@@ -41,10 +42,10 @@ class Pace:
     def stepped(self, step_s: float) -> "Pace":
         """A step with the split in effect took so long."""
         if self.early < _EARLY:
-            return replace(self, early=self.early + 1, early_s=self.early_s + step_s)
+            return revised(self, early=self.early + 1, early_s=self.early_s + step_s)
         settled = self.settled + 1
         mean = self.settled_s + max(1 / settled, _WEIGHT) * (step_s - self.settled_s)
-        return replace(self, settled=settled, settled_s=mean)
+        return revised(self, settled=settled, settled_s=mean)
 
     def changed(self, split: Split) -> "Pace":
         """The split in effect, this one, gives way to another."""

@@ -5,6 +5,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -153,8 +154,12 @@ class Balancer:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the batch handed out last; before the first, the plan to start with."""
-        return self._run.plan
+        """The plan of the batch handed out last; before the first, the plan to start with.
+
+        On worker 0, with a policy that has a speed model, it predicts by what is known now.
+        """
+        forecast = None if self._exchange is None else self._exchange.forecast()
+        return self._run.plan if forecast is None else replace(self._run.plan, forecast=forecast)
 
     @property
     def samples(self) -> int:

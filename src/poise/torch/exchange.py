@@ -1,11 +1,11 @@
 """How a decision of worker 0 takes effect on the same step everywhere.
 
-At yields all workers post one small all-reduce of a table in which each fills its own row: what
-it measured, and on worker 0 its latest plan. That is every step while a split is new, and every
-few steps later, by a rule that all workers follow alike. A loader may cut step s only after it
-has absorbed every exchange up to step s - delay, where delay is the largest lead of any worker
-plus 2, and a plan posted at step t starts at step t + delay. So a loader that cuts a step has
-heard of every plan that concerns it, however far it runs ahead.
+At yields all workers post one small exchange: each sends worker 0 a row of what it measured, and
+worker 0 sends all its latest plan, usually "no change". That is every step while a split is new,
+and every few steps later, by a rule that all workers follow alike. A loader may cut step s only
+after it has absorbed every exchange up to step s - delay, where delay is the largest lead of any
+worker plus 2, and a plan posted at step t starts at step t + delay. So a loader that cuts a step
+has heard of every plan that concerns it, however far it runs ahead.
 """
 
 import logging
@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from poise.core.batch import Batch
 from poise.core.observation import Change, Observation
-from poise.core.plan import Plan
+from poise.core.plan import Forecast, Plan
 from poise.core.timing import Floats
 from poise.engine.bsp import Engine
 from poise.errors import Disagreement
+from poise.policy import Forecasting
 from poise.records import Recorder
 from poise.torch.meter import WIDTH, Meter, observation_of, unmeasured
 from poise.torch.run import Run
@@ -43,8 +44,12 @@ class _Posted:
     step: int
     reported: tuple[Batch, ...]
     """The batches that the rows are about."""
-    table: torch.Tensor
-    work: dist.Work
+    message: torch.Tensor
+    """From worker 0: the step; a new plan: its start step or none, factor and split."""
+    rows: list[torch.Tensor]
+    """On worker 0, of each worker: the step, then what it measured; empty on the others."""
+    works: tuple[dist.Work, ...]
+    """What completes when message and rows are there."""
 
 
 def delay(lead: int) -> int:
@@ -84,6 +89,12 @@ class Exchange:
         self._announced: Plan | None = None
         if not self._silent:
             run.meter = meter
+
+    def forecast(self) -> Forecast | None:
+        """Return what is predicted by all that is known on worker 0; None where nothing is."""
+        if self._run.cluster.worker or not isinstance(self.engine.policy, Forecasting):
+            return None
+        return self.engine.policy.forecast(self.engine.state)
 
     def plan_at(self, step: int) -> Plan:
         """Return the plan for a step that is about to be cut."""
@@ -130,7 +141,8 @@ class Exchange:
             return
         for posted in self._posted:
             try:
-                posted.work.wait(_LAST_WAIT)
+                for work in posted.works:
+                    work.wait(_LAST_WAIT)
             except RuntimeError:  # a worker ended a step early: nothing can be said of it
                 break
             self._take_in(posted)
@@ -148,54 +160,58 @@ class Exchange:
 
     def _post(self, step: int) -> None:
         if self._run.cluster.worker == 0:
-            while self._posted and self._posted[0].work.is_completed():
+            while self._posted and all(work.is_completed() for work in self._posted[0].works):
                 self._absorb(self._posted.popleft())
         over = [batch for batch in self._unreported if batch.step <= step - self._meter.lag]
         for _ in over:
             self._unreported.popleft()
         reported = tuple(over[-SELDOM:])
-        table = self._table(step, reported)
+        cluster = self._run.cluster
+        row = torch.tensor([step, *(x for b in reported for x in self._meter.row(b.step))])
+        rows = (
+            [torch.empty_like(row) for _ in range(cluster.workers)] if cluster.worker == 0 else []
+        )
+        message = self._message(step)
         with self._run.liveness.watch(f"the exchange of step {step}"):
-            work = dist.all_reduce(table, group=self._run.cluster.control, async_op=True)
-        assert work is not None
-        self._posted.append(_Posted(step, reported, table, work))
+            # Together 2 (n - 1) messages; an all-reduce of a table is 2 n (n - 1).
+            works = (
+                dist.gather(row, rows or None, group_dst=0, group=cluster.control, async_op=True),
+                dist.broadcast(message, group_src=0, group=cluster.control, async_op=True),
+            )
+        self._posted.append(_Posted(step, reported, message, rows, works))
 
-    def _table(self, step: int, reported: Sequence[Batch]) -> torch.Tensor:
-        """Columns: the step; a new plan: start step or none, factor, split; measured rows.
-
-        The plan is worker 0's alone.
-        """
-        workers, worker = self._run.cluster.workers, self._run.cluster.worker
-        table = np.zeros((workers, 3 + workers + len(reported) * WIDTH))
-        own = table[worker]
-        own[0], own[1] = step, _NO_CHANGE
-        if self._decided is not None:
-            own[1] = max(self._decided.start_step, step + self._delay)
-            own[2] = self._decided.learning_rate_factor
-            own[3 : 3 + workers] = self._decided.split
-            self._announced, self._decided = self._decided, None
-        if reported:
-            own[3 + workers :] = np.concatenate([self._meter.row(b.step) for b in reported])
-        return torch.from_numpy(table)
+    def _message(self, step: int) -> torch.Tensor:
+        """Return what worker 0 says; on the others, room for it."""
+        workers = self._run.cluster.workers
+        message = torch.zeros(3 + workers, dtype=torch.float64)
+        if self._run.cluster.worker == 0:
+            message[0], message[1] = step, _NO_CHANGE
+            if self._decided is not None:
+                message[1] = max(self._decided.start_step, step + self._delay)
+                message[2] = self._decided.learning_rate_factor
+                message[3:] = torch.tensor(self._decided.split, dtype=torch.float64)
+                self._announced, self._decided = self._decided, None
+        return message
 
     def _absorb(self, posted: _Posted) -> None:
         with self._run.liveness.watch(f"the exchange of step {posted.step}"):
-            posted.work.wait()
+            for work in posted.works:
+                work.wait()
         self._take_in(posted)
 
     def _take_in(self, posted: _Posted) -> None:
-        rows: Floats = posted.table.numpy()
-        if (rows[:, 0] != posted.step).any():
+        said, start_step, factor, *local_batches = posted.message.tolist()
+        rows: Floats = np.array([row.numpy() for row in posted.rows])
+        steps = {int(said), *(int(row[0]) for row in rows)}
+        if steps != {posted.step}:
             raise Disagreement(
-                f"workers are at steps {rows[:, 0].astype(int).tolist()}; every worker must take "
+                f"workers are at steps {sorted({*steps, posted.step})}; every worker must take "
                 "every batch of the loader"
             )
-        workers = self._run.cluster.workers
-        _, start_step, factor, *local_batches = rows[0, : 3 + workers].tolist()
         if start_step != _NO_CHANGE:
             self._hear(Plan(tuple(int(b) for b in local_batches), int(start_step), factor))
         if self._run.cluster.worker == 0:
-            measured = rows[:, 3 + workers :].reshape(workers, len(posted.reported), WIDTH)
+            measured = rows[:, 1:].reshape(len(rows), len(posted.reported), WIDTH)
             seen = zip(posted.reported, np.moveaxis(measured, 1, 0), strict=True)
             self._decide([observation_of(batch, each) for batch, each in seen])
 

@@ -28,8 +28,9 @@ BUCKETS = 8
 """Neighboring buckets are put together until so many are left: a row has a fixed width."""
 _WARM_UP = 2
 """Steps left out at the start."""
-_EMPTY_QUEUE = 0.05
-"""A loader's queue was empty if the worker waited for more than this part of the step."""
+_EMPTY_QUEUE = 0.15
+"""A loader's queue was empty if the worker waited for more than this part of the step: to take a
+batch out of a full one takes a while, too."""
 _NEW, _MEMORY_EVERY = 4, 16
 _KEPT = 8
 """Steps that are kept for their rows to be asked for."""
