@@ -26,10 +26,11 @@ the split stays. Reduction: what auto saves against even, in parts of what the o
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from subprocess import PIPE
@@ -112,7 +113,7 @@ def clusters(*, quick: bool) -> list[Cluster]:
     policies = ["even", "auto", "oracle"] if quick else ["even", *_OTHERS, "auto", "oracle"]
     steps = {"even": 6, "auto": 32, "oracle": 11}
     if not quick:
-        steps = {"even": 9, "auto": 42, "oracle": 15, "static": 15, "other": 42}
+        steps = {"even": 9, "auto": 38, "oracle": 15, "static": 15, "other": 38}
     throttled = Settings(
         [],
         240,
@@ -129,6 +130,8 @@ def clusters(*, quick: bool) -> list[Cluster]:
     for level in (1, 8) if quick else (1, 2, 4, 8):
         slower = {} if quick or level > 1 else _slower(hl(level), worker=1)
         settings = replace(throttled, speeds=hl(level), **slower)
+        if level in (2, 4):
+            settings = replace(settings, rounds=3)
         found.append(Cluster(f"HL{level}", "throttled", settings))
     slower = {} if quick else _slower(_MIX, worker=5)
     found.append(Cluster("paced-16", "paced", replace(paced, **slower), {"pace": "2ms+20ms"}))
@@ -150,8 +153,8 @@ def _walk() -> Cluster:
         steps={},
         calibrations=2,
         walk=[hl(level) for level in WALK],
-        walk_steps=60,
-        walk_policies=["even", "proportional", "lbbsp", "auto", "oracle"],
+        walk_steps=50,
+        walk_policies=["proportional", "lbbsp", "auto", "oracle"],
     )
     return Cluster("walk", "throttled", settings)
 
@@ -169,108 +172,88 @@ def _link() -> Cluster:
     return Cluster("link", "throttled", settings, {"link": "200mbit"})
 
 
-def run(cluster: Cluster, say: Any) -> tuple[Results, list[int]]:
-    """Run a cluster's trainings in a lab; return them by policy, and the oracle's split."""
+def run(cluster: Cluster, say: Callable[[str], None]) -> Results:
+    """Run a cluster's trainings in a lab; return them by policy."""
     results: Results = defaultdict(list)
-    oracle: list[int] = []
     settings = json.dumps(asdict(cluster.settings))
     with Lab(cluster.settings.speeds, **cluster.lab) as lab:
         workers = lab.start([str(_WORKER), settings], stdout=PIPE)
         for _, message in receive(workers):
             if "speeds" in message:
                 lab.set_speeds(message["speeds"])
-            elif "oracle" in message:
-                oracle = message["oracle"]
             else:
                 label = message["label"]
                 found = Trained(message["step_s"], message["splits"], message["predicted_s"])
                 results[label].append(found)
                 say(f"{cluster.name} {label}: {found.steady_s * 1e3:.0f} ms {found.splits[-1:]}")
-    return results, oracle
+    return results
 
 
 def figures(cluster: Cluster, results: Results) -> list[Figure]:
     """Return what one cluster's trainings have to meet."""
-    name, kind = cluster.name, cluster.kind
-    if name == "walk":
-        total = {label: [sum(each.step_s) for each in runs] for label, runs in results.items()}
-        found = [
-            (f"walk: {label.removeprefix('walk ')} / oracle", ratio)
-            for label in total
-            if label != "walk oracle"
-            for ratio in [_median_ratio(total[label], total["walk oracle"])]
-        ]
-        return [
-            Figure(label, ratio, "at most", WALK_BAR) for label, ratio in found if "auto" in label
-        ]
-    steady = {label: [each.steady_s for each in runs] for label, runs in results.items()}
-    if name == "link":
-        return [
-            Figure(
-                f"link: auto / {other}, lower end",
-                _lower(steady["auto"], steady[other]),
-                "at most",
-                1.0,
-            )
-            for other in ("proportional", "lbbsp")
-        ]
-    auto = results["auto"]
-    found_figures = [
-        Figure(
-            f"{name}: auto / oracle, steady",
-            _median_ratio(steady["auto"], steady["oracle"]),
-            "at most",
-            STEADY_BAR[kind],
-        ),
+    if cluster.name == "walk":
+        ratio = _median_ratio(_totals(results["walk auto"]), _totals(results["walk oracle"]))
+        return [Figure("walk: auto / oracle, all steps", ratio, "at most", WALK_BAR)]
+    if cluster.name == "link":
+        return [_not_above(cluster.name, other, results) for other in ("proportional", "lbbsp")]
+    found = [*_steady_figures(cluster, results), *_reduction_figures(cluster.name, results)]
+    others = [_not_above(cluster.name, other, results) for other in _OTHERS if other in results]
+    if others:
+        found.append(max(others, key=lambda each: each.figure))
+    if "slowdown" in results:
+        found.append(_slowdown_figure(cluster, results))
+    return found
+
+
+def _steady_figures(cluster: Cluster, results: Results) -> list[Figure]:
+    name, kind, auto = cluster.name, cluster.kind, results["auto"]
+    early = [statistics.median(each.step_s[_AFTER]) / each.steady_s for each in auto]
+    ratio = _median_ratio(_steady(auto), _steady(results["oracle"]))
+    errors = [each.prediction_error for each in auto if not math.isnan(each.prediction_error)]
+    error = statistics.mean(errors) if errors else math.nan
+    return [
+        Figure(f"{name}: auto / oracle, steady", ratio, "at most", STEADY_BAR[kind]),
         Figure(
             f"{name}: 15 steps after start / steady",
-            statistics.median(
-                statistics.median(each.step_s[_AFTER]) / each.steady_s for each in auto
-            ),
+            statistics.median(early),
             "at most",
             START_BAR,
         ),
-        Figure(
-            f"{name}: prediction error, mean",
-            _mean_known([each.prediction_error for each in auto]),
-            "at most",
-            PREDICTION_BAR[kind],
-        ),
+        Figure(f"{name}: prediction error, mean", error, "at most", PREDICTION_BAR[kind]),
     ]
-    others = [label for label in _OTHERS if label in steady]
-    if others:
-        worst = max(others, key=lambda label: _lower(steady["auto"], steady[label]))
-        found_figures.append(
-            Figure(
-                f"{name}: auto / {worst}, lower end, the worst of all policies",
-                _lower(steady["auto"], steady[worst]),
-                "at most",
-                1.0,
-            )
-        )
-    saved = 1 - _median_ratio(steady["oracle"], steady["even"])
-    if saved > LEAST_REDUCTION:
-        found_figures.append(
-            Figure(
-                f"{name}: reduction of auto / of the oracle",
-                (1 - _median_ratio(steady["auto"], steady["even"])) / saved,
-                "at least",
-                REDUCTION_BAR,
-            )
-        )
-    if "slowdown" in results:
-        oracle_s = statistics.median(steady["slowdown oracle"])
-        at = cluster.settings.slow_at
-        after = [statistics.median(each.step_s[at:][_AFTER]) for each in results["slowdown"]]
-        found_figures.append(
-            Figure(
-                f"{name}: 15 steps after a 4x slowdown / the new oracle",
-                statistics.median(after) / oracle_s,
-                "at most",
-                SLOWDOWN_BAR,
-            )
-        )
-    return found_figures
+
+
+def _reduction_figures(name: str, results: Results) -> list[Figure]:
+    """Return what auto saves against even shares, where there is something to save."""
+    even = _steady(results["even"])
+    saved = 1 - _median_ratio(_steady(results["oracle"]), even)
+    if saved < LEAST_REDUCTION:
+        return []
+    part = (1 - _median_ratio(_steady(results["auto"]), even)) / saved
+    return [Figure(f"{name}: reduction of auto / of the oracle", part, "at least", REDUCTION_BAR)]
+
+
+def _not_above(name: str, other: str, results: Results) -> Figure:
+    """Return how auto compares with another policy; what noise allows counts as a tie."""
+    pairs = zip(_steady(results["auto"]), _steady(results[other]), strict=True)
+    low = bootstrap([auto_s / other_s for auto_s, other_s in pairs]).low
+    return Figure(f"{name}: auto / {other}, lower end", low, "at most", 1.0)
+
+
+def _slowdown_figure(cluster: Cluster, results: Results) -> Figure:
+    at = cluster.settings.slow_at
+    after = [statistics.median(each.step_s[at:][_AFTER]) for each in results["slowdown"]]
+    oracle_s = statistics.median(_steady(results["slowdown oracle"]))
+    name = f"{cluster.name}: 15 steps after a 4x slowdown / the new oracle"
+    return Figure(name, statistics.median(after) / oracle_s, "at most", SLOWDOWN_BAR)
+
+
+def _steady(runs: Sequence[Trained]) -> list[float]:
+    return [each.steady_s for each in runs]
+
+
+def _totals(runs: Sequence[Trained]) -> list[float]:
+    return [sum(each.step_s) for each in runs]
 
 
 def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
@@ -278,44 +261,26 @@ def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) ->
     return statistics.median(numerator / denominator for numerator, denominator in pairs)
 
 
-def _lower(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the lower end of the interval of paired ratios."""
-    pairs = zip(numerators, denominators, strict=True)
-    return bootstrap([numerator / denominator for numerator, denominator in pairs]).low
-
-
-def _mean_known(values: Sequence[float]) -> float:
-    known = [value for value in values if value == value]  # noqa: PLR0124 (NaN is not itself)
-    return statistics.mean(known) if known else float("nan")
-
-
-def tables(found: dict[str, tuple[Cluster, Results, list[int]]]) -> list[Table]:
-    """Return one table of step times per cluster."""
-    shown = []
-    for name, (cluster, results, oracle) in found.items():
-        speeds = cluster.settings.speeds
-        ceiling = 1 - min(speeds) / statistics.mean(speeds)
-        title = f"{name}: ceiling of the reduction {ceiling:.0%}"
-        table = Table(title=title if oracle else name, title_justify="left")
-        for heading in ("policy", "steady ms", "spread", "against even", "split"):
-            table.add_column(heading, justify="left" if heading in ("policy", "split") else "right")
-        even = [each.steady_s for each in results.get("even", [])]
-        for label, runs in results.items():
-            times = sorted(each.steady_s for each in runs)
-            against = ""
-            if len(times) == len(even) and even:
-                ratio = _median_ratio([each.steady_s for each in runs], even)
-                against = f"{ratio - 1:+.0%}"
-            split = runs[-1].splits[-1] if runs[-1].splits else "even"
-            table.add_row(
-                label,
-                f"{statistics.median(times) * 1e3:.0f}",
-                f"{times[0] * 1e3:.0f}-{times[-1] * 1e3:.0f}",
-                against,
-                str(split),
-            )
-        shown.append(table)
-    return shown
+def table_of(cluster: Cluster, results: Results) -> Table:
+    """Return the step times of one cluster's trainings."""
+    speeds, even = cluster.settings.speeds, _steady(results.get("even", []))
+    ceiling = 1 - min(speeds) / statistics.mean(speeds)
+    title = f"{cluster.name}: ceiling of the reduction {ceiling:.0%}" if even else cluster.name
+    table = Table(title=title, title_justify="left")
+    for heading in ("policy", "steady ms", "spread", "against even", "all steps s", "split"):
+        table.add_column(heading, justify="left" if heading in ("policy", "split") else "right")
+    for label, runs in results.items():
+        times = sorted(_steady(runs))
+        same = len(times) == len(even)
+        table.add_row(
+            label,
+            f"{statistics.median(times) * 1e3:.0f}",
+            f"{times[0] * 1e3:.0f}-{times[-1] * 1e3:.0f}",
+            f"{_median_ratio(_steady(runs), even) - 1:+.0%}" if same else "",
+            f"{statistics.median(_totals(runs)):.1f}",
+            str(runs[-1].splits[-1] if runs[-1].splits else "even"),
+        )
+    return table
 
 
 def main() -> int:
@@ -328,29 +293,29 @@ def main() -> int:
     arguments = parser.parse_args()
     end_on_sigterm()
     errors = Console(stderr=True, highlight=False)
-    found: dict[str, tuple[Cluster, Results, list[int]]] = {}
+    found: dict[str, tuple[Cluster, Results]] = {}
     all_figures: list[Figure] = []
     for cluster in clusters(quick=arguments.quick):
         if arguments.only and cluster.name not in arguments.only:
             continue
-        results, oracle = run(cluster, lambda text: errors.print(text, markup=False))
-        found[cluster.name] = (cluster, results, oracle)
+        results = run(cluster, lambda text: errors.print(text, markup=False))
+        found[cluster.name] = (cluster, results)
         all_figures += figures(cluster, results)
     if arguments.plot:
         from balance_plot import plot
 
-        plot({name: results for name, (_, results, _) in found.items()}, Path(arguments.plot))
+        plot({name: results for name, (_, results) in found.items()}, Path(arguments.plot))
     if arguments.json:
         runs = {
             name: {label: [asdict(each) for each in runs] for label, runs in results.items()}
-            for name, (_, results, _) in found.items()
+            for name, (_, results) in found.items()
         }
         print(as_json("balance", all_figures, {"runs": runs}))
         return 0
     console = Console()
-    for table in tables(found):
-        console.print(table)
-    show("balance", all_figures, {})
+    for cluster, results in found.values():
+        console.print(table_of(cluster, results))
+    show("Balancing workers of unequal speed", all_figures, {})
     return 0
 
 

@@ -12,6 +12,7 @@ from poise.core.plain import from_plain, to_json
 from poise.core.timing import SpeedModel
 from poise.errors import InvalidSetting, StateMismatch
 from poise.sim.bsp import observe
+from poise.sim.scenes import CORES, by_cores
 
 MANY = 500
 
@@ -200,3 +201,37 @@ def test_other_buckets_begin_a_new_fit() -> None:
     two = SpeedModel.of([[0.01, 0.02]] * 2, [[0.0005, 0.001]] * 2, [0.001, 0.001])
     fit, _ = fit.update(observe(two, 20, 0, (32, 32), np.ones(2)))
     assert fit.model().fixed_s.shape == (2, 2)
+
+
+def test_steps_learned_together_are_nearly_those_learned_one_by_one() -> None:
+    truth, draw = by_cores(CORES[4]), np.random.default_rng(5)
+    together, alone = Fit.start(4), Fit.start(4)
+    for pack in range(20):
+        split = (60, 60, 60, 60) if pack < 10 else (45, 45, 30, 120)
+        steps = [
+            observe(truth, 4 * pack + number, 0, split, np.exp(0.05 * draw.standard_normal(4)))
+            for number in range(4)
+        ]
+        together, _ = together.update(*steps)
+        for step in steps:
+            alone, _ = alone.update(step)
+    np.testing.assert_allclose(together.mean_y, alone.mean_y, rtol=0.01)
+    np.testing.assert_allclose(together.cv, alone.cv, rtol=0.1)
+    np.testing.assert_allclose(together.model().per_sample_s, alone.model().per_sample_s, rtol=0.03)
+
+
+def test_a_slowdown_inside_of_a_pack_is_noticed() -> None:
+    truth, draw, fit = by_cores(CORES[1]), np.random.default_rng(6), Fit.start(4)
+    changed: set[int] = set()
+    for pack in range(16):
+        steps = []
+        for number in range(4):
+            slow = np.array([1.0, 4.0 if 4 * pack + number >= 42 else 1.0, 1.0, 1.0])
+            noise = slow * np.exp(0.05 * draw.standard_normal(4))
+            steps.append(observe(truth, 4 * pack + number, 0, (60, 60, 60, 60), noise))
+        fit, alarms = fit.update(*steps)
+        changed |= set(alarms.tolist())
+        if pack == 9:
+            assert not changed
+    assert changed == {1}
+    assert 3.0 < fit.model().local_s((60, 60, 60, 60))[1] / truth.local_s((60,) * 4)[1] < 5.0

@@ -23,7 +23,7 @@ from tests.training import Weights, distance, weights
 HOW_TO = Path(__file__).parent.parent / "docs" / "how-to"
 SHARES = (5, 2)
 PAGES = sorted(page.stem for page in HOW_TO.glob("*.md"))
-SAME = sorted(set(PAGES) - {"streams", "plan", "policies", "records"})
+SAME = sorted(set(PAGES) - {"streams", "plan", "policies", "records", "balance", "watch"})
 """Pages whose training does not depend on the number of workers; the last three train nothing."""
 ROUNDED = {"ddp-options": 2e-2, "mixed-precision": 2e-2}
 """How far weights may be apart where something has 16 bits; elsewhere 1e-5."""

@@ -712,3 +712,24 @@ def test_measurements_of_a_wrong_shape_are_refused(rows: dict[str, Any], message
 def test_an_empty_state_is_no_state_of_an_engine() -> None:
     with pytest.raises(StateMismatch, match="it lacks"):
         Engine(Auto(), 2, 16).load_state_dict({})
+
+
+def test_a_worker_that_reports_no_memory_keeps_its_cap() -> None:
+    def seen(step: int, limit: float, split: tuple[int, int] = (32, 32)) -> Observation:
+        return Observation(
+            step,
+            split,
+            ready_s=np.array([[0.1], [0.4]]) * np.array(split)[:, None] / 32,
+            memory_bytes=np.array([np.nan if np.isnan(limit) else 32e6, 32e6]),
+            memory_limit_bytes=np.array([limit, 1e9]),
+        )
+
+    policy = Auto()
+    _, state = policy.init(2, 64)
+    _, state = policy.update(state, [seen(0, 40e6)])
+    assert state.caps is not None
+    assert state.caps[0] == 36
+    decision, state = policy.update(state, [seen(1, np.nan)])
+    assert state.caps is not None
+    assert state.caps[0] == 36
+    assert decision is None or decision.split[0] <= 36

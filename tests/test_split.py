@@ -16,7 +16,7 @@ from scipy.sparse import csr_array
 import poise
 from poise import Network, Worker
 from poise.core.limits import Limits
-from poise.core.plan import best_plan
+from poise.core.plan import Forecast, best_plan
 from poise.core.planning import worth_of
 from poise.core.split import Split, even_split, optimal_split, water_level
 from poise.core.timing import Curves, SpeedModel, StepTimes
@@ -776,3 +776,25 @@ def test_global_batches_of_any_size_get_a_split_that_is_proved_best(
     limits = Limits.of(number)
     batch = number + int(random.integers(most))
     assert_is_optimal(model, limits, batch, optimal_split(model, batch, limits).split)
+
+
+@pytest.mark.parametrize("split", [(60, 60, 60, 60), (80, 60, 50, 50), (10, 10, 200, 20)])
+def test_a_step_is_expected_to_last_as_long_as_its_latest_worker(split: tuple[int, ...]) -> None:
+    """The mean of the largest of scattered times, against many draws of them."""
+    model = SpeedModel.of(np.full((4, 1), 0.02), np.full((4, 1), 0.002), [0.03])
+    scatter = np.array([0.2, 0.2, 0.1, 0.15])
+    forecast = Forecast(model, Limits.of(4), 0.0, scatter)
+    work_s = 0.02 + 0.002 * np.array(split)
+    draws = np.random.default_rng(0).standard_normal((200_000, 4))
+    mean_s = (work_s * (1 + scatter * draws)).max(axis=1).mean() + 0.03
+    assert forecast.step_s(split) == pytest.approx(mean_s, rel=2e-3)
+    assert forecast.step_s(split) >= model.step_s(split)
+    exact = Forecast(model, Limits.of(4), 0.0)
+    assert exact.step_s(split) == model.step_s(split)
+
+
+def test_local_batches_can_be_kept_from_shrinking() -> None:
+    limits = Limits.of(3, min_batch=2, max_batch=12, multiple_of=[1, 4, 1])
+    found = limits.at_least(np.array([1, 10, 40]))
+    assert found.low.tolist() == [2, 8, 12]
+    assert found.high.tolist() == limits.high.tolist()

@@ -80,15 +80,16 @@ class Auto:
     def update(
         self, state: AutoState, events: Sequence[Event]
     ) -> tuple[Decision | None, AutoState]:
-        """Learn from each event, then decide once."""
-        decision, current = None, False
+        """Learn from all events, then decide once."""
+        decision, current, steps = None, False, list[Observation]()
         for event in events:
             if isinstance(event, Change):
-                decision, state = self._changed(state, event)
-                current = False
+                decision, state = self._changed(_learned(state, steps), event)
+                current, steps = False, []
             else:
-                state = _learned(state, event)
+                steps.append(event)
                 current = current or event.split == state.split
+        state = _learned(state, steps)
         if not (current and self._knows_enough(state.fit)):
             return decision, state
         if state.pace.failed(float(state.fit.noise.max())):
@@ -216,19 +217,23 @@ def _decision(fit: Fit, model: SpeedModel, limits: Limits, best: Optimum, why: s
     return Decision(best.split, why, Forecast(model, limits, best.poured_s, fit.cv))
 
 
-def _learned(state: AutoState, observation: Observation) -> AutoState:
-    fit, alarms = state.fit.update(observation)
+def _learned(state: AutoState, steps: Sequence[Observation]) -> AutoState:
+    fit, alarms = state.fit.update(*steps)
     known = [worker for worker in alarms.tolist() if worker not in state.alarmed]
     state = revised(state, fit=fit, alarmed=(*state.alarmed, *known))
-    if observation.memory_bytes is not None and observation.memory_limit_bytes is not None:
-        memory = state.memory.update(observation.split, observation.memory_bytes)
-        state = revised(state, memory=memory, caps=memory.cap(observation.memory_limit_bytes))
+    pace = state.pace
     if (np.abs(np.log(fit.changed_by[alarms])) > _GREAT).any():
-        state = revised(state, pace=state.pace.renewed())
-    step_s = observation.length_s
-    if observation.split != state.split or step_s is None:
-        return state
-    return revised(state, pace=state.pace.stepped(step_s))
+        pace = pace.renewed()
+    for step in steps:
+        if step.memory_bytes is not None and step.memory_limit_bytes is not None:
+            memory = state.memory.update(step.split, step.memory_bytes)
+            limit = step.memory_limit_bytes
+            known_before = np.inf if state.caps is None else state.caps
+            caps = np.where(np.isnan(limit), known_before, memory.cap(limit))
+            state = revised(state, memory=memory, caps=caps)
+        if step.split == state.split and step.length_s is not None:
+            pace = pace.stepped(step.length_s)
+    return revised(state, pace=pace)
 
 
 def _went_back(state: AutoState) -> tuple[Decision, AutoState]:

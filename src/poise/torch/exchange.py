@@ -78,7 +78,8 @@ class Exchange:
         self._run = run
         self._meter = meter
         self._delay = delay(lead)
-        self._silent = not (engine.policy.online or recorded)
+        # One worker has nothing to share.
+        self._silent = not recorded and (run.cluster.workers == 1 or not engine.policy.online)
         self._recorder = recorder
         self._posted: deque[_Posted] = deque()
         self._unreported: deque[Batch] = deque()
@@ -167,10 +168,10 @@ class Exchange:
             self._unreported.popleft()
         reported = tuple(over[-SELDOM:])
         cluster = self._run.cluster
-        row = torch.tensor([step, *(x for b in reported for x in self._meter.row(b.step))])
-        rows = (
-            [torch.empty_like(row) for _ in range(cluster.workers)] if cluster.worker == 0 else []
-        )
+        measured = [self._meter.row(batch.step) for batch in reported]
+        row = torch.from_numpy(np.concatenate([[float(step)], *measured]))
+        receivers = range(cluster.workers if cluster.worker == 0 else 0)
+        rows = [torch.empty_like(row) for _ in receivers]
         message = self._message(step)
         with self._run.liveness.watch(f"the exchange of step {step}"):
             # Together 2 (n - 1) messages; an all-reduce of a table is 2 n (n - 1).
