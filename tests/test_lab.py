@@ -104,7 +104,9 @@ needs_quotas = pytest.mark.skipif(not quotas_work(), reason="no control group ca
 needs_namespaces = pytest.mark.skipif(not namespaces_work(), reason="needs root and iproute2")
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "fast", "", "1,", "0.5x", "0.5x0"])
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "nan", "inf", "fast", "", "1,", "0.5x", "0.5x0", "0.5x99999999999"]
+)
 def test_a_speed_that_cannot_be_kept_is_refused(text: str) -> None:
     with pytest.raises(InvalidSetting, match="--speeds"):
         parse_speeds(text)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from poise.errors import StateMismatch
 from poise.lab import Pacer
-from poise.policy import Auto
+from poise.policy import Auto, Bounds
 from poise.records import read_record, replay
 from poise.torch import Balancer
 from poise.torch.learned import device_kind, same_kind
@@ -189,3 +190,113 @@ def test_a_local_batch_never_grows_beyond_its_memory(workers: Workers) -> None:
     assert splits[0] == (16, 16, 16)
     assert max(split[0] for split in splits) <= 22  # (0.9 x 300 - 50) / 10
     assert splits[-1][0] > 16
+
+
+class Part(IterableDataset[Any]):
+    """A worker's part of a stream, in float64."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Any:
+        for number in range(self._samples):
+            yield torch.full((24,), 0.01 * number, dtype=torch.float64), number % 5
+
+
+def train_on_unequal_streams(sizes: tuple[int, ...], speeds: tuple[float, ...]) -> Any:
+    """Worker 1's part ends long before worker 0's; return the splits that each was told."""
+    model, optimizer, _ = build(RECIPE)
+    told = []
+    with Balancer(24, hang_s=30) as balancer:
+        Pacer(0.002, 0.0, speeds[balancer.worker]).attach(model)
+        loader = DataLoader(Part(sizes[balancer.worker]), 24)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for inputs, targets in shares:
+            told.append(balancer.plan.split)
+            nn.functional.cross_entropy(shared(inputs), targets, reduction="sum").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return told
+
+
+def test_a_stream_that_ends_early_on_one_worker_keeps_the_plans_together(workers: Workers) -> None:
+    told = workers.run(train_on_unequal_streams, (400, 60), (0.25, 1.0), workers=2)
+    assert len(told[0]) == len(told[1]) > 20
+    assert told[0] == told[1]
+
+
+def resume_elsewhere(checkpoint: str, kinds: tuple[str, ...], policy: Any) -> list[tuple[int, ...]]:
+    """Go on for three steps, on devices of these kinds."""
+    model, optimizer, _ = build(RECIPE)
+    splits = []
+    with pytest.MonkeyPatch.context() as patch, Balancer(24, policy=policy) as balancer:
+        patch.setattr("poise.torch.balancer.device_kind", lambda _: kinds[balancer.worker])
+        loader = DataLoader(dataset(RECIPE), 24, shuffle=True)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        if Path(checkpoint).exists():
+            balancer.load_state_dict(torch.load(checkpoint, weights_only=True))
+        for (inputs, targets, _), _ in zip(shares, range(3), strict=False):
+            splits.append(balancer.plan.split)
+            nn.functional.cross_entropy(shared(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not Path(checkpoint).exists() and balancer.worker == 0:
+            torch.save({**balancer.state_dict(), "split": [19, 5]}, checkpoint)
+        balancer.mean(0.0, 1)
+    return splits
+
+
+def test_a_saved_split_is_used_only_by_workers_it_was_made_for(
+    workers: Workers, tmp_path: Path
+) -> None:
+    checkpoint = str(tmp_path / "state.pt")
+    workers.run(resume_elsewhere, checkpoint, ("big", "small"), Auto(), workers=2)
+    again = workers.run(resume_elsewhere, checkpoint, ("big", "small"), Auto(), workers=2)
+    turned = workers.run(resume_elsewhere, checkpoint, ("small", "big"), Auto(), workers=2)
+    bounded = Auto(bounds=Bounds(max_batch=14))
+    within = workers.run(resume_elsewhere, checkpoint, ("big", "small"), bounded, workers=2)
+    assert again[0][0] == again[1][0] == (19, 5)
+    assert turned[0][0] == turned[1][0] == (12, 12)
+    assert within[0][0] == within[1][0] == (12, 12)
+
+
+def load_damaged_states() -> int:
+    """Damage a state in many ways; every refusal is Poise's own and changes nothing."""
+    model, optimizer, _ = build(RECIPE)
+    refused = 0
+    with Balancer(24) as balancer:
+        loader = DataLoader(dataset(RECIPE), 24, shuffle=True)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for (inputs, targets, _), _ in zip(shares, range(4), strict=False):
+            nn.functional.cross_entropy(shared(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = balancer.state_dict()
+        fit = state["engine"]["policy"]["fit"]
+        damages: list[dict[str, Any]] = [
+            {"split": None},
+            {"split": 5},
+            {"split": [8.5]},
+            {"kinds": None},
+            {"engine": {}},
+            {"engine": {**state["engine"], "workers": None}},
+            {"engine": {**state["engine"], "policy": {}}},
+            *({"engine": _with_fit(state, {**fit, name: [1.0, 2.0]})} for name in fit),
+        ]
+        for damage in damages:
+            before = balancer.state_dict()
+            try:
+                balancer.load_state_dict({**state, "step": 99, **damage})
+            except StateMismatch:
+                refused += 1
+                assert balancer.state_dict() == before
+    return refused
+
+
+def _with_fit(state: dict[str, Any], fit: dict[str, Any]) -> dict[str, Any]:
+    engine = state["engine"]
+    return {**engine, "policy": {**engine["policy"], "fit": fit}}
+
+
+def test_damaged_states_are_refused_as_a_whole(workers: Workers) -> None:
+    assert workers.run(load_damaged_states, workers=1)[0] >= 12

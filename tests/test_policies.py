@@ -733,3 +733,23 @@ def test_a_worker_that_reports_no_memory_keeps_its_cap() -> None:
     assert state.caps is not None
     assert state.caps[0] == 36
     assert decision is None or decision.split[0] <= 36
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_exceeds_memory_when_samples_become_larger(seed: int) -> None:
+    """Going back to an earlier split must not, either."""
+    draw, policy = np.random.default_rng(seed), Auto()
+    truth = SpeedModel.of(np.array([[0.01], [0.01]]), np.array([[0.001], [0.004]]))
+    timetable, engine = Engine(policy, 2, 64).start()
+    for step in range(160):
+        split = timetable.at(step).split
+        seen = observe(truth, step, 0, split, np.exp(0.05 * draw.standard_normal(2)))
+        per_sample = 10e6 if step < 40 else 25e6
+        peaks = 50e6 + per_sample * np.array(split)
+        limits = np.array([1e9, 5e9])
+        seen = replace(seen, memory_bytes=peaks, memory_limit_bytes=limits)
+        plan, engine = engine.update([seen], step + 2)
+        if plan is not None:
+            caps = engine.state.caps
+            assert (np.array(plan.split) <= np.maximum(caps, 0)).all(), (step, plan.split, caps)
+            timetable = timetable.announce(plan)

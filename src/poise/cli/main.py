@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
     try:
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
+        if not sys.stdout.closed:  # a watched script may have closed it
+            sys.stdout.flush()
     except PoiseError as error:
         print(f"poise: {error}", file=sys.stderr)
         return _FAILED

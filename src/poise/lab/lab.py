@@ -111,7 +111,7 @@ class Lab:
         self._output.finish()
         for member in self._members:
             for pipe in (member.process.stdout, member.process.stderr):
-                if pipe is not None:
+                if pipe is not None and not self._output.copies(pipe):
                     pipe.close()
 
     @property

@@ -13,7 +13,7 @@ class Output:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._threads: list[Thread] = []
+        self._copies: list[tuple[Thread, IO[str]]] = []
         self.broken = False
         """Whether nobody reads our own output any more."""
 
@@ -22,13 +22,19 @@ class Output:
         copy = Thread(
             target=self._copy, args=(worker, lines, errors), name="poise-output", daemon=True
         )
-        self._threads.append(copy)
+        self._copies.append((copy, lines))
         copy.start()
+
+    def copies(self, lines: IO[str]) -> bool:
+        """Whether these lines are passed on, and closed, here."""
+        return any(each is lines for _, each in self._copies)
 
     def finish(self) -> None:
         """Wait for the last lines, unless somebody keeps them open who is not a worker."""
-        for thread in self._threads:
+        for thread, lines in self._copies:
             thread.join(_REST_S)
+            if not thread.is_alive():
+                lines.close()  # to close what is still being read would wait for its end
 
     def _copy(self, worker: int, lines: Iterable[str], errors: bool) -> None:
         for line in lines:

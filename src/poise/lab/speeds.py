@@ -9,6 +9,9 @@ from poise.errors import InvalidSetting
 SLOWEST = 0.001
 """The kernel grants at least 1 ms of every second."""
 
+MOST = 1000
+"""More workers than one machine can start."""
+
 _REPEATED = re.compile(r"(?P<speed>.+)x(?P<times>\d+)")
 
 
@@ -22,6 +25,10 @@ def parse_speeds(text: str) -> tuple[float, ...]:
     for part in text.split(","):
         repeated = _REPEATED.fullmatch(part.strip())
         number, times = (repeated["speed"], int(repeated["times"])) if repeated else (part, 1)
+        if not 1 <= times <= MOST:
+            raise InvalidSetting(
+                f"--speeds has {part.strip()!r}; repeat a speed 1 to {MOST} times, as in 0.45x2"
+            )
         try:
             speeds += [float(number)] * times
         except ValueError:

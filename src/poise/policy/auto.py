@@ -92,16 +92,19 @@ class Auto:
         state = _learned(state, steps)
         if not (current and self._knows_enough(state.fit)):
             return decision, state
-        if state.pace.failed(float(state.fit.noise.max())):
-            return _went_back(state)
+        limits = self._limits(state)
+        forced = bool((np.array(state.split) > limits.high).any())
+        if not forced and state.pace.failed(float(state.fit.noise.max())):
+            if (np.array(state.pace.before) <= limits.high).all():
+                return _went_back(state)
+            state = revised(state, pace=state.pace.renewed())
         if state.fit.suspected and not state.alarmed:
             return decision, state  # half of the evidence points both ways: wait for the rest
         better = self._better(state)
         if better is None:
             return decision, state
-        return better, revised(
-            state, split=better.split, pace=state.pace.changed(state.split), alarmed=()
-        )
+        pace = state.pace.renewed() if forced else state.pace.changed(state.split)
+        return better, revised(state, split=better.split, pace=pace, alarmed=())
 
     def _knows_enough(self, fit: Fit) -> bool:
         """Whether every worker was measured, or the others often enough to go on without it."""
@@ -195,14 +198,12 @@ class Auto:
         If memory is too short for the global batch, no local batch grows beyond its cap, and none
         has to shrink.
         """
-        limits, total = self.bounds.limits(state.fit.workers), sum(state.split)
-        limits = limits.at_least(np.array(state.split) // self.furthest)
-        if state.caps is None:
-            return limits
-        capped = limits.capped(state.caps)
-        if capped.most >= total:
-            return capped
-        return limits.capped(np.maximum(state.caps, np.array(state.split)))
+        limits, split = self.bounds.limits(state.fit.workers), np.array(state.split)
+        if state.caps is not None:
+            capped = limits.capped(state.caps)
+            fits = capped.most >= split.sum()
+            limits = capped if fits else limits.capped(np.maximum(state.caps, split))
+        return limits.at_least(split // self.furthest)
 
 
 def _best(model: SpeedModel, limits: Limits, split: Split, enough_s: float) -> Optimum | None:
@@ -239,7 +240,7 @@ def _learned(state: AutoState, steps: Sequence[Observation]) -> AutoState:
 def _went_back(state: AutoState) -> tuple[Decision, AutoState]:
     """Return to the split before, and be slower to leave it again."""
     pace = state.pace
-    why = f"steps of {pace.settled_s * 1e3:.1f} ms, {pace.before_s * 1e3:.1f} before: going back"
+    why = f"steps of {pace.mean_s * 1e3:.1f} ms, {pace.before_s * 1e3:.1f} before: going back"
     return Decision(pace.before, why), revised(
         state, split=pace.before, pace=pace.went_back(), alarmed=()
     )

@@ -39,6 +39,13 @@ class Pace:
     before_s: float = 0.0
     """The split before the last change, and its mean step time; empty: not to go back to."""
 
+    @property
+    def mean_s(self) -> float:
+        """The mean step with the split in effect; of its first steps while there are no others."""
+        if self.settled >= _SETTLED:
+            return self.settled_s
+        return self.early_s / max(self.early, 1)
+
     def stepped(self, step_s: float) -> "Pace":
         """A step with the split in effect took so long."""
         if self.early < _EARLY:

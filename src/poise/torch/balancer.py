@@ -39,7 +39,7 @@ from poise.torch.compiling import is_compiled
 from poise.torch.control import Control
 from poise.torch.counts import CountFunction, Counts
 from poise.torch.exchange import Exchange
-from poise.torch.learned import device_kind, load_learned, saved_learned
+from poise.torch.learned import Known, device_kind
 from poise.torch.liveness import Liveness
 from poise.torch.loader import EvaluationSource, Idle, ShareLoader, TrainingSource, lead
 from poise.torch.memory import Guard, memory_of
@@ -307,24 +307,26 @@ class Balancer:
         place = saved_place(self._run, self._orders, loader, self._seed)
         if not self._policy.online:
             return place
-        learned = None
-        if self.worker == 0 and self._exchange is not None:
-            learned = saved_learned(self._exchange.engine, self._kinds)
-        split = list(self._run.plan.split)
-        return {**place, "policy": self._policy_name, "split": split, "learned": learned}
+        assert self._exchange is not None
+        return {
+            **place,
+            "policy": self._policy_name,
+            "split": list(self._run.plan.split),
+            "kinds": self._kinds,
+            "engine": self._exchange.engine.state_dict() if self.worker == 0 else None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved place. Load it on every worker, after prepare."""
         loader = self._prepared("load_state_dict")
+        known = None
+        if self._policy.online:
+            known = Known.of(state, self._policy_name, self._engine, self._kinds)
         load_place(state, self._run, self._orders, loader, self._seed)
         step = self._run.progress.step
-        timetable, known = self._first_plans, None
-        if self._policy.online and state.get("policy") == self._policy_name:
-            split = tuple(state["split"])
-            if len(split) == self.workers and sum(split) == self._global_batch:
-                timetable = timetable.announce(Plan(split, step, why="as before the resume"))
-            if self.worker == 0 and state["learned"] is not None:
-                known = load_learned(state["learned"], self._engine, self._kinds)
+        timetable = self._first_plans
+        if known is not None and known.split is not None:
+            timetable = timetable.announce(Plan(known.split, step, why="as before the resume"))
         assert self._exchange is not None
         self._exchange.resume(step, known)
         self._run.timetable = timetable
@@ -443,12 +445,15 @@ class Balancer:
         self, loader: DataLoader[Any], orders: Orders | None, device: torch.device
     ) -> ShareLoader | StreamLoader:
         self._orders = orders
-        leads = [int(row[0]) for row in self._control.table([lead(loader)], "prepare")]
+        meter = self._meter(device, loads_itself=loader.num_workers == 0)
+        table = self._control.table([lead(loader), meter.lag], "prepare")
+        leads, lags = zip(*table, strict=True)
         self._exchange = exchange = Exchange(
             self._run,
             self._engine,
-            max(leads),
-            self._meter(device, loads_itself=loader.num_workers == 0),
+            int(max(leads)),
+            meter,
+            lag=int(max(lags)),
             recorded=self._recorded,
             recorder=self._recorder,
         )

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 from poise.core.batch import Batch
-from poise.core.observation import Change, Observation
+from poise.core.observation import Observation
 from poise.core.plan import Forecast, Plan
 from poise.core.timing import Floats
 from poise.engine.bsp import Engine
 from poise.errors import Disagreement
 from poise.policy import Forecasting
 from poise.records import Recorder
+from poise.torch.learned import Known
 from poise.torch.meter import WIDTH, Meter, observation_of, unmeasured
 from poise.torch.run import Run
 
@@ -70,6 +71,7 @@ class Exchange:
         lead: int,
         meter: Meter,
         *,
+        lag: int,
         recorded: bool,
         recorder: Recorder | None,
     ) -> None:
@@ -78,6 +80,8 @@ class Exchange:
         self._run = run
         self._meter = meter
         self._delay = delay(lead)
+        self._lag = lag
+        """After how many steps every worker knows what it measured."""
         # One worker has nothing to share.
         self._silent = not recorded and (run.cluster.workers == 1 or not engine.policy.online)
         self._recorder = recorder
@@ -122,19 +126,18 @@ class Exchange:
         step = self._run.progress.step
         self._unreported = deque(batch for batch in self._unreported if batch.step < step)
 
-    def resume(self, step: int, known: tuple[Engine, Change] | None) -> None:
-        """Training goes on at another step, with what an engine knew of workers before."""
+    def resume(self, step: int, known: Known | None) -> None:
+        """Training goes on at another step, with what was known of workers before, if anything."""
         self._drain()
         self._decided = self._announced = None
         self._unreported.clear()
         self._first_step = self._next_step = step
         self._meter.forget()
-        if known is not None:
-            engine, change = known
+        if known is not None and self._run.cluster.worker == 0:
             start_step = step + self._delay
-            self._decided, self.engine = engine.update([change], start_step)
+            self._decided, self.engine = known.engine.update([known.change], start_step)
             if self._recorder is not None:
-                self._recorder.resume(engine, change, start_step, self._decided)
+                self._recorder.resume(known.engine, known.change, start_step, self._decided)
 
     def finish(self) -> None:
         """Write the rest of the record; all workers have posted what they will ever post."""
@@ -163,7 +166,7 @@ class Exchange:
         if self._run.cluster.worker == 0:
             while self._posted and all(work.is_completed() for work in self._posted[0].works):
                 self._absorb(self._posted.popleft())
-        over = [batch for batch in self._unreported if batch.step <= step - self._meter.lag]
+        over = [batch for batch in self._unreported if batch.step <= step - self._lag]
         for _ in over:
             self._unreported.popleft()
         reported = tuple(over[-SELDOM:])
@@ -171,7 +174,7 @@ class Exchange:
         measured = [self._meter.row(batch.step) for batch in reported]
         row = torch.from_numpy(np.concatenate([[float(step)], *measured]))
         receivers = range(cluster.workers if cluster.worker == 0 else 0)
-        rows = [torch.empty_like(row) for _ in receivers]
+        rows = [torch.full_like(row, torch.nan) for _ in receivers]
         message = self._message(step)
         with self._run.liveness.watch(f"the exchange of step {step}"):
             # Together 2 (n - 1) messages; an all-reduce of a table is 2 n (n - 1).

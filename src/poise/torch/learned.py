@@ -6,15 +6,16 @@ of its kind. A kind that is new counts as the mean of the others until it is mea
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from poise.core.observation import Change
+from poise.core.split import Split, check_split
 from poise.engine.bsp import Engine
-from poise.errors import StateMismatch
-from poise.torch.saved import Saved
+from poise.errors import PoiseError, StateMismatch
 
 
 def device_kind(device: torch.device) -> str:
@@ -30,22 +31,54 @@ def device_kind(device: torch.device) -> str:
     return str(name(device))
 
 
-def saved_learned(engine: Engine, kinds: Sequence[str]) -> Saved:
-    """Return what worker 0's engine knows, and of which kinds of devices."""
-    return {"kinds": list(kinds), "engine": engine.state_dict()}
+@dataclass(frozen=True)
+class Known:
+    """What a saved state says of splits and speeds, as far as it holds for the workers now."""
+
+    split: Split | None
+    """The split that all workers go on with; None: theirs is another cluster."""
+    engine: Engine
+    """As it was saved; where nothing was, one that knows nothing."""
+    change: Change
+    """From the workers it knew to those there are now."""
+
+    @staticmethod
+    def of(state: Mapping[str, Any], policy: str, fresh: Engine, kinds: Sequence[str]) -> "Known":
+        """Read a state, the same on all workers but for the engine; raise if it is damaged.
+
+        Args:
+            state: of a balancer, perhaps with another policy or without one that learns.
+            policy: the name of the policy now.
+            fresh: its engine, which knows nothing.
+            kinds: of the workers' devices now.
+        """
+        same = Change(tuple(range(len(kinds))), fresh.global_batch)
+        if state.get("policy") != policy:
+            return Known(None, fresh, same)
+        try:
+            before = [str(kind) for kind in state["kinds"]]
+            split = check_split(state["split"], len(before), sum(state["split"]))
+            engine, change = fresh, same
+            if state["engine"] is not None:
+                engine = fresh.load_state_dict(state["engine"])
+                change = Change(same_kind(before, kinds), fresh.global_batch)
+            engine.update([change], 0)  # states are pure: this only shows whether it holds
+        except (KeyError, TypeError, ValueError, IndexError, PoiseError) as error:
+            raise StateMismatch(
+                f"what the state says of the split and of speeds is damaged: {error}; load another "
+                "one, or leave out its policy to start anew"
+            ) from error
+        fits = before == list(kinds) and sum(split) == fresh.global_batch and _allowed(fresh, split)
+        return Known(split if fits else None, engine, change)
 
 
-def load_learned(
-    state: Mapping[str, Any], engine: Engine, kinds: Sequence[str]
-) -> tuple[Engine, Change]:
-    """Return the engine with what was saved, and the change to the workers there are now."""
-    try:
-        before, known = list(state["kinds"]), engine.load_state_dict(state["engine"])
-    except (KeyError, TypeError) as error:
-        raise StateMismatch(
-            f"what the state says of speeds is damaged ({error!r}); load another one"
-        ) from None
-    return known, Change(same_kind(before, kinds), engine.global_batch)
+def _allowed(engine: Engine, split: Split) -> bool:
+    """Whether the policy's own bounds, if it has any, allow a split."""
+    bounds = getattr(engine.policy, "bounds", None)
+    if bounds is None:
+        return True
+    limits = bounds.limits(len(split))
+    return all(limits.low <= split) and all(split <= limits.high)
 
 
 def same_kind(before: Sequence[str], now: Sequence[str]) -> tuple[int | None, ...]:

@@ -32,7 +32,7 @@ _EMPTY_QUEUE = 0.15
 """A loader's queue was empty if the worker waited for more than this part of the step: to take a
 batch out of a full one takes a while, too."""
 _NEW, _MEMORY_EVERY = 4, 16
-_KEPT = 8
+_KEPT = 16
 """Steps that are kept for their rows to be asked for."""
 _COMPILING = 0
 _SCALARS = slice(1, 7)
@@ -94,7 +94,7 @@ class Meter:
         self._memory = memory
         self._excused_s = excused_s
         self._loads_itself = loads_itself
-        self._steps: deque[Step] = deque(maxlen=clock.lag + _KEPT)
+        self._steps: deque[Step] = deque(maxlen=_KEPT)
         self._left_out = _WARM_UP
         self._disturbed = True
         self._end: Any = None

@@ -86,6 +86,8 @@ class StreamLoader:
         form: Any = None
         exhausted = False
         while True:
+            # Also when nothing is asked for any more: all workers follow the plans alike.
+            self._pace.plan_at(step)
             with self._pace.loading():
                 fetched: Fetched | None = None if exhausted else next(fetching, None)
             exhausted = fetched is None
