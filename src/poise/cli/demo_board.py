@@ -112,7 +112,7 @@ def verdict(plain: Board, balanced: Board) -> tuple[Table, str]:
     table.add_column("Poise", justify="right")
     boards = (plain, balanced)
     table.add_row("step, median", *[f"{each.step_s * 1e3:.0f} ms" for each in boards])
-    table.add_row("workers' time spent waiting", *[f"{each.waiting:.0%}" for each in boards])
+    table.add_row("waiting for others and the network", *[f"{each.waiting:.0%}" for each in boards])
     table.add_row("training", *[f"{each.trained_s:.1f} s" for each in boards])
     table.add_row(
         f"until {reached:.1%} accuracy", *[f"{each.seconds_to(reached):.1f} s" for each in boards]
