@@ -11,17 +11,21 @@ A100, 4 V100, 8 RTX 6000), with real gradients and real traffic. link: two worke
 on slow links, with a model whose reduction takes longer than its computation. All run in
 `poise.lab`, in processes that stay the same for all policies, one torch thread each.
 
-**Policies.** even is plain DistributedDataParallel. oracle is the best split for ready lines that
-are measured apart, before, at three other splits: a least-squares line per worker and bucket, and
-the least reduction times. The others are Poise's by name, each from its first step on. Trainings
-follow each other in random order, round after round; ratios are taken within a round.
+**Policies.** even is plain DistributedDataParallel; the others are Poise's by name, each from its
+first step on. The oracle is the better of two fixed splits, by measured step time: the best one
+for ready lines that are measured apart, before, at three other splits (a least-squares line per
+worker and bucket, and the least reduction times), and the one in proportion to the cores. All
+trainings of a round are under way at the same time and take turns, in blocks of 6 steps and in
+random order, since the machine's own speed changes from one minute to the next; ratios are taken
+within a round.
 
-**Figures.** Steady: median of a training's last steps. 15 steps after start: the median of steps
-13 to 17 over that. Slowdown: one worker's speed is divided by 4 at a step; the median of steps 13
-to 17 after it, over the median of the oracle for the new speeds. Walk: the speeds go HL 1-2-4-8-8-
-4-2-1; the whole time over that of an oracle that knows the speeds of each part. Prediction:
-difference between the mean step time that worker 0 predicts and what the next 14 steps take, where
-the split stays. Reduction: what auto saves against even, in parts of what the oracle saves.
+**Figures.** Steady: median of a training's last 12 steps. 15 steps after start: the median of
+steps 13 to 17 over that, both relative to the oracle's at the same time. Slowdown: one worker's
+speed is divided by 4 at step 30; the median of steps 13 to 17 after it, over that of the oracle
+for the new speeds at the same time. Walk: the speeds go HL 1-2-4-8-8-4-2-1; the whole time over
+that of the oracle of each part. Prediction: difference between the mean step time that worker 0
+predicts before the last 12 steps and what they take, where the split stays. Reduction: what auto
+saves against even, in parts of what the oracle saves.
 """
 
 import argparse
@@ -36,7 +40,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-from balance_worker import STEADY, Settings
+from balance_worker import BLOCK, SLOW_AT, Settings
 from figures import Figure, as_json, bootstrap, show
 from rich.console import Console
 from rich.table import Table
@@ -59,7 +63,10 @@ LEAST_REDUCTION = 0.1
 _WORKER = Path(__file__).parent / "balance_worker.py"
 _OTHERS = ("static", "proportional", "lbbsp", "optperf")
 _MIX = [1.0] * 4 + [0.5] * 4 + [0.35] * 8
-_AFTER = slice(13, 18)
+_STEADY = 2 * BLOCK
+_FIFTEEN = slice(13, 18)
+_TRIMMED = 2
+"""Of the longest and of the shortest steps, so many are left out of a mean."""
 
 
 @dataclass(frozen=True)
@@ -78,28 +85,28 @@ class Trained:
 
     step_s: list[float]
     splits: list[list[int]]
-    predicted_s: float | None
-    """What was predicted for the last steps before they began."""
+    """Before each block of steps."""
+    predicted: list[float | None]
+    """The step time that was expected then."""
 
     @property
     def steady_s(self) -> float:
         """The median of the last steps."""
-        return statistics.median(self.step_s[-min(STEADY, len(self.step_s) - 3) :])
+        return statistics.median(self.step_s[-min(_STEADY, len(self.step_s) - 3) :])
 
     @property
     def prediction_error(self) -> float:
-        """How far the prediction is off, relative; NaN where the split changed meanwhile.
-
-        What is predicted is the mean; the two longest and shortest steps are left out of it.
-        """
-        last = self.splits[-STEADY - 1 :]
-        if self.predicted_s is None or any(split != last[0] for split in last):
-            return float("nan")
-        mean_s = statistics.mean(sorted(self.step_s[-STEADY:])[2:-2])
-        return abs(self.predicted_s / mean_s - 1)
+        """How far the prediction before the last blocks is off; NaN if the split changed there."""
+        blocks = _STEADY // BLOCK
+        predicted, last = self.predicted[-blocks], self.splits[-blocks:]
+        if predicted is None or any(split != last[0] for split in last):
+            return math.nan
+        mean_s = statistics.mean(sorted(self.step_s[-_STEADY:])[_TRIMMED:-_TRIMMED])
+        return abs(predicted / mean_s - 1)
 
 
 Results = dict[str, list[Trained]]
+"""By policy, one for each round."""
 
 
 def hl(level: int) -> list[float]:
@@ -110,64 +117,51 @@ def hl(level: int) -> list[float]:
 
 def clusters(*, quick: bool) -> list[Cluster]:
     """Return what to run."""
-    policies = ["even", "auto", "oracle"] if quick else ["even", *_OTHERS, "auto", "oracle"]
-    steps = {"even": 6, "auto": 32, "oracle": 11}
-    if not quick:
-        steps = {"even": 9, "auto": 38, "oracle": 15, "static": 15, "other": 38}
     throttled = Settings(
-        [],
-        240,
-        "images",
-        rounds=3 if quick else 5,
-        policies=policies,
-        steps=steps,
+        speeds=[],
+        global_batch=240,
+        model="images",
+        rounds=2 if quick else 5,
+        policies=["even", "auto"] if quick else ["even", *_OTHERS, "auto"],
+        oracles=["lines", "cores"],
+        steps=30 if quick else 42,
+        even_steps=6 if quick else 12,
         calibrations=1 if quick else 2,
     )
-    # Sixteen processes take most of a minute to start.
-    paced = replace(throttled, global_batch=512, model="points", rounds=2 if quick else 5)
-    paced = replace(paced, speeds=_MIX)
     found = []
     for level in (1, 8) if quick else (1, 2, 4, 8):
         slower = {} if quick or level > 1 else _slower(hl(level), worker=1)
         settings = replace(throttled, speeds=hl(level), **slower)
-        if level in (2, 4):
-            settings = replace(settings, rounds=3)
         found.append(Cluster(f"HL{level}", "throttled", settings))
-    slower = {} if quick else _slower(_MIX, worker=5)
-    found.append(Cluster("paced-16", "paced", replace(paced, **slower), {"pace": "2ms+20ms"}))
-    return found if quick else [*found, _walk(), _link()]
+    # Sixteen processes take most of a minute to start.
+    paced = replace(throttled, speeds=_MIX, global_batch=512, model="points", oracles=["lines"])
+    if not quick:
+        paced = replace(paced, **_slower(_MIX, worker=5))
+    found.append(Cluster("paced-16", "paced", paced, {"pace": "2ms+20ms"}))
+    return found if quick else [*found, _walk(throttled), _link(throttled)]
 
 
 def _slower(speeds: Sequence[float], worker: int) -> dict[str, Any]:
     slow = [speed / 4 if number == worker else speed for number, speed in enumerate(speeds)]
-    return {"slow_speeds": slow, "slow_at": 30, "slow_steps": 20}
+    return {"slow_speeds": slow}
 
 
-def _walk() -> Cluster:
-    settings = Settings(
-        hl(1),
-        240,
-        "images",
+def _walk(throttled: Settings) -> Cluster:
+    settings = replace(
+        throttled,
+        speeds=hl(1),
         rounds=1,
-        policies=[],
-        steps={},
-        calibrations=2,
+        policies=["proportional", "lbbsp", "auto"],
+        steps=8 * BLOCK,
         walk=[hl(level) for level in WALK],
-        walk_steps=50,
-        walk_policies=["proportional", "lbbsp", "auto", "oracle"],
     )
     return Cluster("walk", "throttled", settings)
 
 
-def _link() -> Cluster:
-    settings = Settings(
-        [0.9, 0.3],
-        192,
-        "heavy",
-        rounds=5,
-        policies=["even", "proportional", "lbbsp", "auto", "oracle"],
-        steps={"even": 8, "oracle": 14, "other": 40},
-        calibrations=2,
+def _link(throttled: Settings) -> Cluster:
+    policies = ["even", "proportional", "lbbsp", "auto"]
+    settings = replace(
+        throttled, speeds=[0.9, 0.3], global_batch=192, model="heavy", policies=policies
     )
     return Cluster("link", "throttled", settings, {"link": "200mbit"})
 
@@ -182,18 +176,23 @@ def run(cluster: Cluster, say: Callable[[str], None]) -> Results:
             if "speeds" in message:
                 lab.set_speeds(message["speeds"])
             else:
-                label = message["label"]
-                found = Trained(message["step_s"], message["splits"], message["predicted_s"])
+                label = message.pop("label")
+                found = Trained(**message)
                 results[label].append(found)
                 say(f"{cluster.name} {label}: {found.steady_s * 1e3:.0f} ms {found.splits[-1:]}")
     return results
 
 
+def oracle(results: Results, prefix: str = "oracle") -> list[Trained]:
+    """Return the trainings of the better candidate for the best split."""
+    candidates = [runs for label, runs in results.items() if label.startswith(prefix)]
+    return min(candidates, key=lambda runs: statistics.median(_steady(runs)))
+
+
 def figures(cluster: Cluster, results: Results) -> list[Figure]:
     """Return what one cluster's trainings have to meet."""
     if cluster.name == "walk":
-        ratio = _median_ratio(_totals(results["walk auto"]), _totals(results["walk oracle"]))
-        return [Figure("walk: auto / oracle, all steps", ratio, "at most", WALK_BAR)]
+        return [_walk_figure(cluster, results)]
     if cluster.name == "link":
         return [_not_above(cluster.name, other, results) for other in ("proportional", "lbbsp")]
     found = [*_steady_figures(cluster, results), *_reduction_figures(cluster.name, results)]
@@ -201,24 +200,24 @@ def figures(cluster: Cluster, results: Results) -> list[Figure]:
     if others:
         found.append(max(others, key=lambda each: each.figure))
     if "slowdown" in results:
-        found.append(_slowdown_figure(cluster, results))
+        found.append(_slowdown_figure(cluster.name, results))
     return found
 
 
 def _steady_figures(cluster: Cluster, results: Results) -> list[Figure]:
-    name, kind, auto = cluster.name, cluster.kind, results["auto"]
-    early = [statistics.median(each.step_s[_AFTER]) / each.steady_s for each in auto]
-    ratio = _median_ratio(_steady(auto), _steady(results["oracle"]))
+    name, kind, auto, best = cluster.name, cluster.kind, results["auto"], oracle(results)
+    ratio = _median_ratio(_steady(auto), _steady(best))
+    early = [
+        (statistics.median(mine.step_s[_FIFTEEN]) / mine.steady_s)
+        / (statistics.median(its.step_s[_FIFTEEN]) / its.steady_s)
+        for mine, its in zip(auto, best, strict=True)
+    ]
     errors = [each.prediction_error for each in auto if not math.isnan(each.prediction_error)]
     error = statistics.mean(errors) if errors else math.nan
+    start = f"{name}: 15 steps after start / steady"
     return [
         Figure(f"{name}: auto / oracle, steady", ratio, "at most", STEADY_BAR[kind]),
-        Figure(
-            f"{name}: 15 steps after start / steady",
-            statistics.median(early),
-            "at most",
-            START_BAR,
-        ),
+        Figure(start, statistics.median(early), "at most", START_BAR),
         Figure(f"{name}: prediction error, mean", error, "at most", PREDICTION_BAR[kind]),
     ]
 
@@ -226,7 +225,7 @@ def _steady_figures(cluster: Cluster, results: Results) -> list[Figure]:
 def _reduction_figures(name: str, results: Results) -> list[Figure]:
     """Return what auto saves against even shares, where there is something to save."""
     even = _steady(results["even"])
-    saved = 1 - _median_ratio(_steady(results["oracle"]), even)
+    saved = 1 - _median_ratio(_steady(oracle(results)), even)
     if saved < LEAST_REDUCTION:
         return []
     part = (1 - _median_ratio(_steady(results["auto"]), even)) / saved
@@ -240,20 +239,31 @@ def _not_above(name: str, other: str, results: Results) -> Figure:
     return Figure(f"{name}: auto / {other}, lower end", low, "at most", 1.0)
 
 
-def _slowdown_figure(cluster: Cluster, results: Results) -> Figure:
-    at = cluster.settings.slow_at
-    after = [statistics.median(each.step_s[at:][_AFTER]) for each in results["slowdown"]]
-    oracle_s = statistics.median(_steady(results["slowdown oracle"]))
-    name = f"{cluster.name}: 15 steps after a 4x slowdown / the new oracle"
-    return Figure(name, statistics.median(after) / oracle_s, "at most", SLOWDOWN_BAR)
+def _slowdown_figure(name: str, results: Results) -> Figure:
+    best = oracle(results, "slowdown oracle")
+    ratios = [
+        statistics.median(mine.step_s[SLOW_AT:][_FIFTEEN]) / its.steady_s
+        for mine, its in zip(results["slowdown"], best, strict=True)
+    ]
+    label = f"{name}: 15 steps after a 4x slowdown / the new oracle"
+    return Figure(label, statistics.median(ratios), "at most", SLOWDOWN_BAR)
+
+
+def _walk_figure(cluster: Cluster, results: Results) -> Figure:
+    part = cluster.settings.steps
+    candidates = [runs for label, runs in results.items() if label.startswith("oracle")]
+    ratios = []
+    for number, mine in enumerate(results["auto"]):
+        best_s = sum(
+            min(sum(runs[number].step_s[at : at + part]) for runs in candidates)
+            for at in range(0, len(mine.step_s), part)
+        )
+        ratios.append(sum(mine.step_s) / best_s)
+    return Figure("walk: auto / oracle", statistics.median(ratios), "at most", WALK_BAR)
 
 
 def _steady(runs: Sequence[Trained]) -> list[float]:
     return [each.steady_s for each in runs]
-
-
-def _totals(runs: Sequence[Trained]) -> list[float]:
-    return [sum(each.step_s) for each in runs]
 
 
 def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
@@ -277,7 +287,7 @@ def table_of(cluster: Cluster, results: Results) -> Table:
             f"{statistics.median(times) * 1e3:.0f}",
             f"{times[0] * 1e3:.0f}-{times[-1] * 1e3:.0f}",
             f"{_median_ratio(_steady(runs), even) - 1:+.0%}" if same else "",
-            f"{statistics.median(_totals(runs)):.1f}",
+            f"{statistics.median(sum(each.step_s) for each in runs):.1f}",
             str(runs[-1].splits[-1] if runs[-1].splits else "even"),
         )
     return table

@@ -9,7 +9,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from poise.cli.worker_messages import send
 from poise.core.observation import Observation
-from poise.core.plan import Plan
 from poise.core.split import apportion, optimal_split
 from poise.core.timing import SpeedModel
 from poise.policy import Fixed, Policy, Static, policy_named
@@ -33,15 +32,16 @@ from poise.policy.bounds import NO_BOUNDS
 from poise.records import read_record
 from poise.torch import Balancer
 
-STEADY = 14
-"""Steps at the end of a training that tell how it goes on."""
+BLOCK = 6
+"""Steps that a training makes before another one has its turn."""
+SLOW_AT = 30
+"""The step at which a worker slows down."""
 _STEPS_PER_EPOCH = 12
 _CALIBRATION_STEPS = 9
 _NEW = 3
 """Steps with another split that say nothing of the next ones: allocators have to follow."""
 _APPLY_S = 0.3
 """Until the lab has surely heard of new speeds."""
-_BUCKET_MB = 25
 Split = tuple[int, ...]
 
 
@@ -55,19 +55,19 @@ class Settings:
     model: str
     rounds: int
     policies: list[str]
-    steps: dict[str, int]
-    """Steps of a training, by policy; "other" for those not named."""
+    """"even" is plain DistributedDataParallel."""
+    oracles: list[str]
+    """Candidates for the best split: by "lines" that are measured apart, by "cores"."""
+    steps: int
+    """Steps of a training."""
+    even_steps: int
+    """Of plain DistributedDataParallel, which may be slow."""
     calibrations: int = 1
     """How often the splits of a calibration follow each other."""
     slow_speeds: list[float] = field(default_factory=list)
     """The speeds after a slowdown; empty: there is none."""
-    slow_at: int = 0
-    slow_steps: int = 0
     walk: list[list[float]] = field(default_factory=list)
-    """Speeds that follow each other in one training; empty: there is no walk."""
-    walk_steps: int = 0
-    """Steps at each of them."""
-    walk_policies: list[str] = field(default_factory=list)
+    """Speeds that follow each other while all trainings go on; empty: there is no walk."""
 
 
 def main(settings: Settings) -> None:
@@ -75,7 +75,9 @@ def main(settings: Settings) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     bench = Bench(settings)
-    bench.train("even", None, 4, report=False)  # the lab throttles from here on
+    warm_up = Plain(bench)  # the lab throttles from here on
+    for _ in range(3):
+        warm_up.step()
     if settings.walk:
         bench.walk()
     else:
@@ -87,7 +89,11 @@ def main(settings: Settings) -> None:
 
 
 class Bench:
-    """The trainings of one cluster."""
+    """The trainings of one cluster.
+
+    Those that are compared are under way at the same time and take turns, a block of steps each:
+    the machine's own speed changes from one minute to the next.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -96,155 +102,208 @@ class Bench:
         samples = settings.global_batch * _STEPS_PER_EPOCH
         inputs = torch.randn(samples, *INPUTS[settings.model])
         self.data = TensorDataset(inputs, torch.randint(0, 10, (samples,)))
+        self._turns = random.Random(0)
 
     def compare(self) -> None:
-        """All policies in a random order, again and again."""
-        oracle = self.oracle(self.settings.speeds)
-        order = random.Random(0)
-        for round_ in range(self.settings.rounds):
-            names = list(self.settings.policies)
-            order.shuffle(names)
-            for name in names:
-                steps = self.settings.steps.get(name) or self.settings.steps["other"]
-                self.train(name, self.policy(name, oracle), steps, round=round_)
+        """All policies and the candidates for the best split, again and again."""
+        splits = self.candidates(self.settings.speeds)
+        for _ in range(self.settings.rounds):
+            trainings = {name: self.training(name) for name in self.settings.policies}
+            trainings |= {f"oracle {name}": self.fixed(split) for name, split in splits.items()}
+            self.take_turns(trainings, self.settings.steps)
+            self.report(trainings)
 
     def slow_down(self) -> None:
-        """Auto, while the speeds change at a step; then the oracle for the new speeds."""
-        settings = self.settings
-        after = settings.slow_at + settings.slow_steps
-        for round_ in range(settings.rounds):
-            self.set_speeds(settings.speeds)
-            change = {settings.slow_at: settings.slow_speeds}
-            self.train("slowdown", policy_named("auto"), after, change, round=round_)
-        self.set_speeds(settings.slow_speeds)
-        oracle = self.oracle(settings.slow_speeds)
-        for round_ in range(settings.rounds):
-            self.train("slowdown oracle", Fixed(oracle), _NEW + 8, round=round_)
+        """Auto alone, then speeds change, then in turns with candidates for the new best split."""
+        self.set_speeds(self.settings.slow_speeds)
+        splits = self.candidates(self.settings.slow_speeds)
+        for _ in range(self.settings.rounds):
+            self.set_speeds(self.settings.speeds)
+            auto = self.training("auto")
+            self.take_turns({"slowdown": auto}, SLOW_AT)
+            self.set_speeds(self.settings.slow_speeds)
+            trainings = {"slowdown": auto}
+            for name, split in splits.items():
+                trainings[f"slowdown oracle {name}"] = self.fixed(split)
+            self.take_turns(trainings, SLOW_AT + 4 * BLOCK)
+            self.report(trainings)
 
     def walk(self) -> None:
-        """Every policy over the whole walk."""
-        oracles: dict[tuple[float, ...], Split] = {}
+        """All policies over the whole walk; the candidates know the speeds of each part."""
+        splits: dict[tuple[float, ...], dict[str, Split]] = {}
         for speeds in self.settings.walk:
-            if tuple(speeds) not in oracles:
+            if tuple(speeds) not in splits:
                 self.set_speeds(speeds)
-                oracles[tuple(speeds)] = self.oracle(speeds)
-        each = self.settings.walk_steps
-        changes = {number * each: speeds for number, speeds in enumerate(self.settings.walk)}
-        known = Fixed({step: oracles[tuple(speeds)] for step, speeds in changes.items()})
-        steps = each * len(self.settings.walk)
-        for round_ in range(self.settings.rounds):
-            for name in self.settings.walk_policies:
-                self.set_speeds(self.settings.walk[0])
-                policy = known if name == "oracle" else self.policy(name, ())
-                self.train(f"walk {name}", policy, steps, changes, round=round_)
+                splits[tuple(speeds)] = self.candidates(speeds)
+        part, parts_ = self.settings.steps, self.settings.walk
+        for _ in range(self.settings.rounds):
+            trainings = {name: self.training(name) for name in self.settings.policies}
+            for name in self.settings.oracles:
+                known = {n * part: splits[tuple(each)][name] for n, each in enumerate(parts_)}
+                trainings[f"oracle {name}"] = Balanced(self, Fixed(known))
+            for number, speeds in enumerate(parts_, start=1):
+                self.set_speeds(speeds)
+                self.take_turns(trainings, number * part)
+            self.report(trainings)
 
-    def policy(self, name: str, oracle: Split) -> Policy | None:
-        """Return a policy; None is plain DistributedDataParallel."""
-        if name == "even":
-            return None
-        if name == "oracle":
-            return Fixed(oracle)
-        if name == "static":
-            return Static(self.settings.speeds)
-        return policy_named(name)
+    def candidates(self, speeds: Sequence[float]) -> dict[str, Split]:
+        """Return the candidates for the best split at these speeds."""
+        found = {"cores": parts(speeds, self.settings.global_batch)}
+        if "lines" in self.settings.oracles:
+            found["lines"] = self.best_by_lines(speeds)
+        return {name: found[name] for name in self.settings.oracles}
 
-    def oracle(self, speeds: Sequence[float]) -> Split:
-        """Return the best split by speeds that are measured apart, at several splits."""
+    def best_by_lines(self, speeds: Sequence[float]) -> Split:
+        """Return the best split by ready lines that are measured apart, at several splits."""
         total = self.settings.global_batch
-        splits = [parts(weights, total) for weights in spread(speeds)]
-        splits *= self.settings.calibrations
+        splits = [parts(weights, total) for weights in spread(speeds)] * self.settings.calibrations
         schedule = {number * _CALIBRATION_STEPS: split for number, split in enumerate(splits)}
-        seen: list[Observation] = []
+        best = torch.zeros(self.workers, dtype=torch.int64)
         with TemporaryDirectory() as folder:
             path = Path(folder) / "calibration.jsonl"
-            steps = _CALIBRATION_STEPS * len(splits)
-            self.train("calibration", Fixed(schedule), steps, record=path, report=False)
+            training = Balanced(self, Fixed(schedule), path)
+            for _ in range(_CALIBRATION_STEPS * len(splits)):
+                training.step()
+            training.close()
             if self.worker == 0:
                 seen = [row.observation for row in read_record(path).rows if row.observation]
-        best = torch.zeros(self.workers, dtype=torch.int64)
-        if self.worker == 0:
-            model = measured_model([s for s in seen if s.step % _CALIBRATION_STEPS >= _NEW])
-            found = optimal_split(model, total, NO_BOUNDS.limits(self.workers))
-            best[:] = torch.tensor(found.split)
+                model = measured_model([s for s in seen if s.step % _CALIBRATION_STEPS >= _NEW])
+                found = optimal_split(model, total, NO_BOUNDS.limits(self.workers))
+                best[:] = torch.tensor(found.split)
         dist.broadcast(best, 0)
         return tuple(best.tolist())
 
-    def train(
-        self,
-        label: str,
-        policy: Policy | None,
-        steps: int,
-        changes: dict[int, list[float]] | None = None,
-        *,
-        record: Path | None = None,
-        report: bool = True,
-        **also: Any,
-    ) -> None:
-        """Train anew, and tell how long each step took."""
-        torch.manual_seed(2)
-        model = MODELS[self.settings.model]()
-        training: Generator[Plan | None, None, None]
-        training = self.plain(model) if policy is None else self.balanced(model, policy, record)
-        step_s, splits, predicted_s = [], [], None
-        dist.barrier()
-        before = time.perf_counter()
-        for number, plan in zip(range(steps), training, strict=False):
-            now = time.perf_counter()
-            step_s.append(now - before)
-            before = now
-            if plan is not None:
-                splits.append(list(plan.split))
-                if number == steps - STEADY - 1 and plan.forecast is not None:
-                    predicted_s = plan.step_s
-            if changes and number + 1 in changes and self.worker == 0:
-                send(speeds=changes[number + 1])
-        training.close()
-        if report:
-            self.tell(label=label, step_s=step_s, splits=splits, predicted_s=predicted_s, **also)
+    def training(self, name: str) -> "Training":
+        """Begin a training with a policy."""
+        if name == "even":
+            return Plain(self)
+        if name == "static":
+            return Balanced(self, Static(self.settings.speeds))
+        return Balanced(self, policy_named(name))
 
-    def balanced(
-        self, model: nn.Module, policy: Policy, record: Path | None
-    ) -> Generator[Plan, None, None]:
-        """Train with Poise; yield the plan after each step."""
-        with Balancer(
-            self.settings.global_batch,
-            policy=policy,
-            ddp={"bucket_cap_mb": _BUCKET_MB},
-            record=record,
-        ) as balancer:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            loader = DataLoader(self.data, self.settings.global_batch, shuffle=True)
-            shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
-            for _ in balancer.epochs(10**9):
-                for inputs, targets in shares:
-                    _learn(shared, optimizer, inputs, targets)
-                    yield balancer.plan
+    def fixed(self, split: Split) -> "Training":
+        """Begin a training with a fixed split."""
+        return Balanced(self, Fixed(split))
 
-    def plain(self, model: nn.Module) -> Generator[None, None, None]:
-        """Train with DistributedDataParallel alone."""
-        shared = DistributedDataParallel(
-            model, bucket_cap_mb=_BUCKET_MB, gradient_as_bucket_view=True
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        sampler: DistributedSampler[Any] = DistributedSampler(self.data, self.workers, self.worker)
-        local = self.settings.global_batch // self.workers
-        loader = DataLoader(self.data, local, sampler=sampler)
-        while True:
-            for inputs, targets in loader:
-                _learn(shared, optimizer, inputs, targets)
-                yield None
+    def take_turns(self, trainings: "dict[str, Training]", steps: int) -> None:
+        """Let trainings go on, a block of steps each, until all have made so many."""
+        while left := [name for name, each in trainings.items() if self._unfinished(each, steps)]:
+            self._turns.shuffle(left)
+            for name in left:
+                dist.barrier()
+                trainings[name].advance(min(BLOCK, steps - len(trainings[name].step_s)))
+
+    def _unfinished(self, training: "Training", steps: int) -> bool:
+        most = min(steps, self.settings.even_steps) if isinstance(training, Plain) else steps
+        return len(training.step_s) < most
+
+    def report(self, trainings: "dict[str, Training]") -> None:
+        """End trainings, and tell the benchmark of them."""
+        for name, each in trainings.items():
+            each.close()
+            if self.worker == 0:
+                send(label=name, step_s=each.step_s, splits=each.splits, predicted=each.predicted_s)
 
     def set_speeds(self, speeds: Sequence[float]) -> None:
         """Ask the lab for other speeds, and wait until it has them."""
+        dist.barrier()
         if self.worker == 0:
             send(speeds=list(speeds))
-        dist.barrier()
         time.sleep(_APPLY_S)
+        dist.barrier()
 
-    def tell(self, **message: Any) -> None:
-        """Send a message to the benchmark, once."""
-        if self.worker == 0:
-            send(**message)
+
+class Training:
+    """A training under way."""
+
+    def __init__(self, bench: Bench) -> None:
+        torch.manual_seed(2)
+        self.model = MODELS[bench.settings.model]()
+        self.bench = bench
+        self.step_s: list[float] = []
+        self.splits: list[list[int]] = []
+        self.predicted_s: list[float | None] = []
+        """What was predicted at the beginning of each block; None: nothing."""
+
+    def step(self) -> None:
+        """Make one step."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End it."""
+
+    def advance(self, steps: int) -> None:
+        """Make some steps, and note how long each takes."""
+        self.note()
+        before = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+            now = time.perf_counter()
+            self.step_s.append(now - before)
+            before = now
+
+    def note(self) -> None:
+        """Note what is known before a block."""
+
+
+class Plain(Training):
+    """DistributedDataParallel alone."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench)
+        self._shared = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            bench.data, bench.workers, bench.worker
+        )
+        local = bench.settings.global_batch // bench.workers
+        self._loader = DataLoader(bench.data, local, sampler=sampler)
+        self._steps = self._train()
+
+    def step(self) -> None:
+        """Make one step."""
+        next(self._steps)
+
+    def _train(self) -> Iterator[None]:
+        while True:
+            for inputs, targets in self._loader:
+                _learn(self._shared, self._optimizer, inputs, targets)
+                yield
+
+
+class Balanced(Training):
+    """Poise with a policy."""
+
+    def __init__(self, bench: Bench, policy: Policy, record: Path | None = None) -> None:
+        super().__init__(bench)
+        batch = bench.settings.global_batch
+        self._balancer = Balancer(batch, policy=policy, record=record)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        loader = DataLoader(bench.data, batch, shuffle=True)
+        self._shared, self._optimizer, self._loader = self._balancer.prepare(
+            self.model, optimizer, loader
+        )
+        self._steps = self._train()
+
+    def step(self) -> None:
+        """Make one step."""
+        next(self._steps)
+
+    def close(self) -> None:
+        """Let go of the other workers."""
+        self._balancer.close()
+
+    def note(self) -> None:
+        """Note the split and what worker 0 predicts of it."""
+        plan = self._balancer.plan
+        self.splits.append(list(plan.split))
+        self.predicted_s.append(None if plan.forecast is None else plan.step_s)
+
+    def _train(self) -> Iterator[None]:
+        for _ in self._balancer.epochs(sys.maxsize):
+            for inputs, targets in self._loader:
+                _learn(self._shared, self._optimizer, inputs, targets)
+                yield
 
 
 def spread(speeds: Sequence[float]) -> list[list[float]]:

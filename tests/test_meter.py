@@ -27,6 +27,7 @@ class FakeDevice:
     """
 
     lag: int = 3
+    cheap: bool = False
     now_s: float = 0.0
     behind_s: float = 0.0
     """How far the stream is behind the CPU."""
@@ -214,6 +215,25 @@ def test_loading_by_the_worker_is_work_and_by_processes_waiting(
         np.testing.assert_allclose(took[0], 0.4)
         assert other is None
         assert np.isclose(seen.length_s or 0.0, 1.9)
+
+
+@pytest.mark.parametrize(("pause_s", "counts"), [(0.5, True), (30.0, False)])
+def test_a_step_after_a_long_pause_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float, counts: bool
+) -> None:
+    """Say, a checkpoint; a little logging is part of the loop."""
+    bench = warmed_up()
+    monkeypatch.setattr("poise.torch.meter.time.perf_counter", lambda: bench.clock.now_s)
+    for step in (2, 3):
+        if step == 3:
+            bench.clock.now_s += pause_s
+        with bench.meter.loading():
+            pass
+        bench.step(step, 1.0)
+        bench.meter.updated()
+    seen = bench.seen(3)
+    assert seen.ready_s is not None
+    assert np.isnan(seen.ready_s).all() != counts
 
 
 def test_a_loader_is_timed_between_batches_that_were_waited_for() -> None:

@@ -60,8 +60,13 @@ class Calm(Restless):
         self, state: tuple[int, int], events: Sequence[Event]
     ) -> tuple[Decision | None, tuple[int, int]]:
         steps = [event.step for event in events if isinstance(event, Observation)]
-        due = any(step % 41 == 40 for step in steps)
-        return super().update(state, events) if due else (None, state)
+        due = [step for step in steps if step % 41 == 40]
+        if not due:
+            return None, state
+        workers, global_batch = state
+        split = [1] * workers
+        split[due[0] % workers] += global_batch - workers
+        return Decision(tuple(split)), state
 
 
 def train_with_leads(policy: Any, leads: tuple[tuple[int, int], ...]) -> Log:

@@ -277,7 +277,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.at_gradients = True
+        self.cheap = True
+        self.lag = 1
 
     def __call__(self) -> float:
         return self.now_s
@@ -285,7 +286,7 @@ class Clock:
     def stamp(self) -> float:
         return self.now_s
 
-    def known(self, stamp: float) -> bool:
+    def passed(self, stamp: float) -> bool:
         return stamp <= self.now_s
 
     def between_s(self, earlier: float, later: float) -> float:
@@ -363,7 +364,7 @@ def test_a_model_may_be_trained_in_evaluation_mode() -> None:
 
 def test_stamps_of_an_accelerator_are_read_when_they_have_passed() -> None:
     clock = Clock()
-    clock.at_gradients = False
+    clock.cheap = False
     recorder = recorded(clock)
     step(recorder, clock)
     clock.forward(-0.001)  # the stream is behind

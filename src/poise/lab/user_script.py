@@ -1,9 +1,10 @@
 """Running a training script of the user's inside a command."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from poise.errors import InvalidSetting
 
@@ -24,3 +25,14 @@ def command_line(script: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path = arguments, path
+
+
+@contextmanager
+def replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Put another call in the place of one, until the block is left."""
+    original = getattr(owner, name)
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -15,6 +15,8 @@ class Clock(Protocol):
 
     lag: int
     """Steps after which the stamps of a step are read."""
+    cheap: bool
+    """Whether a stamp costs so little that every gradient may get one."""
 
     def stamp(self) -> Any:
         """Mark this moment."""
@@ -30,6 +32,7 @@ class HostClock:
     """The clock of the CPU, for work that is done when the call returns."""
 
     lag = 1
+    cheap = True
 
     def stamp(self) -> float:
         """Read the time."""
@@ -48,6 +51,7 @@ class DeviceClock:
     """Events in the current stream of an accelerator."""
 
     lag = 3
+    cheap = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -100,6 +100,8 @@ class Meter:
         self._end: Any = None
         self._end_excused_s = 0.0
         self._updated: Any = None
+        self._begun_s = self._updated_s = math.inf
+        """By the host's clock: when the last batch was handed out, and its gradient used."""
         self._fetch_s = 0.0
         self._loader = LoaderRate()
         self._samples = 0
@@ -122,8 +124,14 @@ class Meter:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """The loader is asked for a batch."""
+        """The loader is asked for a batch.
+
+        If the loop did something else for longer than a step takes, such as an evaluation with a
+        loader of its own or a checkpoint, the next step says nothing of the speed.
+        """
         start_s, excused_s = time.perf_counter(), self._excused_s()
+        if start_s - self._updated_s > self._updated_s - self._begun_s:
+            self._disturbed = True
         yield
         self._fetch_s = time.perf_counter() - start_s - (self._excused_s() - excused_s)
 
@@ -154,6 +162,8 @@ class Meter:
         )
         self._left_out = max(0, self._left_out - 1)
         self._disturbed, self._end, self._updated = False, None, None
+        self._begun_s = time.perf_counter()
+        self._updated_s = math.inf
 
     def _end_step(self, step: Step, next_samples: int, *, compiled: bool) -> None:
         step.compiled = compiled
@@ -182,6 +192,7 @@ class Meter:
     def updated(self) -> None:
         """An optimizer has used the gradient."""
         self._updated = self._clock.stamp()
+        self._updated_s = time.perf_counter()
 
     def row(self, step: int) -> Floats:
         """Return what is known of a step that is over; NaN for what is not."""

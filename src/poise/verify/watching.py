@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.utils.data import DataLoader
 
 from poise.core.batch import Batch
+from poise.lab.user_script import replaced
 from poise.torch.balancer import Balancer
 from poise.torch.checks import as_list, is_stream
 from poise.torch.loader import ShareLoader, TrainingSource
@@ -40,10 +41,10 @@ _DROPOUTS = (
 @contextmanager
 def watching(observer: Observer, variant: Variant) -> Iterator[None]:
     """Let an observer see what scripts do with Poise, until the block is left."""
-    with ExitStack() as replaced:
+    with ExitStack() as replacing:
 
         def put(owner: Any, name: str, call: Callable[..., Any]) -> None:
-            replaced.enter_context(_replaced(owner, name, call))
+            replacing.enter_context(replaced(owner, name, call))
 
         put(Balancer, "__init__", _making(observer, Balancer.__init__))
         put(Balancer, "prepare", _preparing(observer, Balancer.prepare))
@@ -145,13 +146,3 @@ def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     return calm
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from poise.lab.user_script import replaced
+from poise.torch.clocks import DeviceClock
 from poise.watch.monitor import Monitor
 from poise.watch.recorder import Recorder
-from poise.watch.timer import DeviceTimer
 
 _MEETINGS = (
     "all_gather",
@@ -42,10 +43,10 @@ _Call = Callable[..., Any]
 def watching(monitor: Monitor) -> Iterator[None]:
     """Tell the monitor what happens, until the block is left."""
     recorder, calls = monitor.recorder, _Calls(monitor)
-    with ExitStack() as replaced:
+    with ExitStack() as replacing:
 
         def put(owner: Any, name: str, wrap: Callable[[_Call], _Call]) -> None:
-            replaced.enter_context(_replaced(owner, name, wrap(getattr(owner, name))))
+            replacing.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
 
         put(DistributedDataParallel, "__init__", lambda call: _making(monitor, call))
         put(DistributedDataParallel, "forward", calls.running)
@@ -93,7 +94,7 @@ def _connect(monitor: Monitor, model: DistributedDataParallel) -> None:
     if monitor.connected:
         return
     if not monitor.joined and model.device_type != "cpu":
-        monitor.recorder.timer = DeviceTimer(model.device_type)
+        monitor.recorder.timer = DeviceClock(torch.device(model.device_type))
     store = PrefixStore("poise/watch", distributed_c10d._get_default_store())
     workers = dist.get_process_group_ranks(model.process_group)
     monitor.join(store, dist.get_rank(), workers)
@@ -213,13 +214,3 @@ def _destroying(monitor: Monitor, original: _Call) -> _Call:
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, call: _Call) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

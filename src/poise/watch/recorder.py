@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from poise.torch.clocks import Clock, HostClock
 from poise.watch.rows import Row
-from poise.watch.timer import HostTimer, Timer
 
 FIRST_STEPS = 3
 """Steps that are left out at the beginning: DDP rebuilds its buckets after the first, or after
@@ -57,10 +57,10 @@ class Recorder:
         self,
         *,
         steps: int | None = None,
-        timer: Timer | None = None,
+        timer: Clock | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.timer: Timer = timer or HostTimer()
+        self.timer: Clock = timer or HostClock()
         self._clock = clock
         self.last_number = None if steps is None else FIRST_STEPS + steps - 1
         """The last step to record; None: there is none."""
@@ -98,12 +98,12 @@ class Recorder:
 
     def gradient(self) -> None:
         """A local gradient is there."""
-        if self.timer.at_gradients:
+        if self.timer.cheap:
             self._step.local = self.timer.stamp()
 
     def gradients_done(self) -> None:
         """All local gradients of a backward are there."""
-        if not self.timer.at_gradients:
+        if not self.timer.cheap:
             self._step.local = self.timer.stamp()
 
     def backward_done(self) -> None:
@@ -135,7 +135,7 @@ class Recorder:
     def take(self) -> list[Row]:
         """Return the rows that are new."""
         rows = []
-        while self._ended and self.timer.known(self._ended[0].end):
+        while self._ended and self.timer.passed(self._ended[0].end):
             rows.append(self._row(self._ended.popleft()))
         return rows
 
