@@ -1,7 +1,6 @@
 """What the demo shows: a live table of one training, and the verdict on two."""
 
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,7 +47,6 @@ class Board:
     step: int = 0
     tests: list[tuple[float, float]] = field(default_factory=list)
     """Seconds of training so far, and the accuracy then."""
-    notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
 
     def __post_init__(self) -> None:
         self.lanes = [Lane() for _ in self.cores]

@@ -113,6 +113,10 @@ class Limits:
         low = np.maximum(self.low, np.minimum(least, self.high) // self.multiple * self.multiple)
         return Limits(low, self.high, self.multiple, self.names)
 
+    def allow(self, split: Sequence[int]) -> bool:
+        """Whether every local batch lies within its bounds."""
+        return bool((self.low <= split).all() and (split <= self.high).all())
+
     def take(self, workers: Sequence[int]) -> "Limits":
         """Return the limits of some of the workers."""
         index = np.asarray(workers, dtype=np.int64)

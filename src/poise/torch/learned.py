@@ -75,10 +75,7 @@ class Known:
 def _allowed(engine: Engine, split: Split) -> bool:
     """Whether the policy's own bounds, if it has any, allow a split."""
     bounds = getattr(engine.policy, "bounds", None)
-    if bounds is None:
-        return True
-    limits = bounds.limits(len(split))
-    return all(limits.low <= split) and all(split <= limits.high)
+    return bounds is None or bounds.limits(len(split)).allow(split)
 
 
 def same_kind(before: Sequence[str], now: Sequence[str]) -> tuple[int | None, ...]:

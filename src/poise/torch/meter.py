@@ -231,16 +231,13 @@ class Meter:
         """
         waited_s = 0.0 if self._loads_itself else step.fetch_s
         if len(step.backwards) == 1:
-            merged = _merged(step.backwards[0])
-            own_s = [bucket.excused_s - step.excused_s for bucket in merged]
-            ready_s = [
-                max(0.0, self._since_origin_s(step, bucket.ready) - excused_s - waited_s)
-                for bucket, excused_s in zip(merged, own_s, strict=True)
-            ]
-            done_s = [
-                max(0.0, self._since_origin_s(step, bucket.done) - excused_s)
-                for bucket, excused_s in zip(merged, own_s, strict=True)
-            ]
+            ready_s, done_s = [], []
+            for bucket in _merged(step.backwards[0]):
+                excused_s = bucket.excused_s - step.excused_s
+                ready = self._since_origin_s(step, bucket.ready) - excused_s - waited_s
+                done = self._since_origin_s(step, bucket.done) - excused_s
+                ready_s.append(max(0.0, ready))
+                done_s.append(max(0.0, done))
             return ready_s, done_s
         worked_s, reduced_s, start = -waited_s, 0.0, step.origin
         for backward in step.backwards:
