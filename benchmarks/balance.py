@@ -123,10 +123,10 @@ def clusters(*, quick: bool) -> list[Cluster]:
         model="images",
         rounds=2 if quick else 5,
         policies=["even", "auto"] if quick else ["even", *_OTHERS, "auto"],
-        oracles=["lines", "cores"],
-        steps=30 if quick else 42,
+        oracles=["lines"] if quick else ["lines", "cores"],
+        steps=24 if quick else 42,
         even_steps=6 if quick else 12,
-        calibrations=1 if quick else 2,
+        calibrations=2 if quick else 3,
     )
     found = []
     for level in (1, 8) if quick else (1, 2, 4, 8):
@@ -135,9 +135,11 @@ def clusters(*, quick: bool) -> list[Cluster]:
         found.append(Cluster(f"HL{level}", "throttled", settings))
     # Sixteen processes take most of a minute to start.
     paced = replace(throttled, speeds=_MIX, global_batch=512, model="points", oracles=["lines"])
-    if not quick:
+    if quick:
+        paced = replace(paced, rounds=1, calibrations=1)
+    else:
         paced = replace(paced, **_slower(_MIX, worker=5))
-    found.append(Cluster("paced-16", "paced", paced, {"pace": "2ms+20ms"}))
+    found.append(Cluster("paced-16", "paced", paced, {"pace": "3ms+30ms"}))
     return found if quick else [*found, _walk(throttled), _link(throttled)]
 
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ RECIPE = Recipe(samples=24 * 11 + 5, global_batch=24, epochs=4)
 STEPS = 48
 
 
-def train_unequally(recipe: Recipe, speeds: tuple[float, ...], policy: Any) -> Log:
-    return train_balanced(recipe, policy, speeds=speeds)
+def train_unequally(
+    recipe: Recipe, speeds: tuple[float, ...] | dict[int, tuple[float, ...]], policy: Any
+) -> Log:
+    return train_balanced(
+        recipe, policy, speeds=speeds if isinstance(speeds, dict) else {0: speeds}
+    )
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 0.5, 0.25), (0.25, 1.0, 1.0)], ids=str)
@@ -49,9 +54,60 @@ def test_auto_learns_the_split_and_the_training_stays_exact(
     rows = [row.observation for row in found.rows if row.observation]
     assert [row.step for row in rows] == list(range(STEPS))
     measured = [row for row in rows if row.ready_s is not None and (row.ready_s > 0).all()]
-    # Left out: warm-up, the first and last of an epoch, and what was not exchanged at the end.
-    assert len(measured) >= STEPS - 2 - 2 * RECIPE.epochs - 4
+    # Left out: warm-up, the first and last of an epoch, the first of a split, and what was not
+    # exchanged at the end.
+    changes = sum(before.split != after.split for before, after in pairwise(rows))
+    assert len(measured) >= STEPS - 2 - 2 * RECIPE.epochs - changes - 4
     assert all(row.memory_bytes is None or (row.memory_bytes > 0).any() for row in measured)
+
+
+LONG = Recipe(samples=96 * 120, global_batch=96, epochs=1)
+UNEQUAL = (0.5, 1.0, 1.0, 0.5)
+CHANGED_AT = 50
+
+
+def split_over_time(
+    workers: Workers, speeds: dict[int, tuple[float, ...]]
+) -> list[tuple[int, ...]]:
+    """Train for long on four paced workers; return the split of each step."""
+    logs: list[Log] = workers.run(train_unequally, LONG, speeds, "auto", workers=4)
+    check_every_sample_once_in_order(logs, LONG)
+    assert distance(logs[3].weights, train_plain(LONG)) < EXACT
+    return logs[0].splits
+
+
+def changes(splits: list[tuple[int, ...]]) -> int:
+    return sum(before != after for before, after in pairwise(splits))
+
+
+@pytest.mark.slow
+def test_a_constant_cluster_settles(workers: Workers) -> None:
+    splits = split_over_time(workers, {0: UNEQUAL})
+    assert changes(splits) <= 8
+    assert changes(splits[60:]) <= 2
+    assert all(28 <= splits[-1][worker] <= 36 for worker in (1, 2))
+
+
+@pytest.mark.slow
+def test_equal_workers_stay_near_the_even_split(workers: Workers) -> None:
+    splits = split_over_time(workers, {0: (0.5,) * 4})
+    assert changes(splits) <= 4
+    assert 20 <= min(splits[-1]) <= max(splits[-1]) <= 28
+
+
+@pytest.mark.slow
+def test_a_worker_that_stalls_for_a_second_is_not_punished_for_ever(workers: Workers) -> None:
+    stalled = (0.5, 0.06, 1.0, 0.5)
+    splits = split_over_time(workers, {0: UNEQUAL, CHANGED_AT: stalled, CHANGED_AT + 1: UNEQUAL})
+    assert splits[-1][1] >= 0.8 * splits[CHANGED_AT][1]
+
+
+@pytest.mark.slow
+def test_a_worker_that_slows_down_gets_less(workers: Workers) -> None:
+    slower = (0.5, 0.25, 1.0, 0.5)
+    splits = split_over_time(workers, {0: UNEQUAL, CHANGED_AT: slower})
+    before, after = splits[CHANGED_AT][1], splits[CHANGED_AT + 20][1]
+    assert after <= 0.6 * before
 
 
 @pytest.mark.parametrize("policy", ["proportional", "lbbsp", "optperf"])
@@ -126,11 +182,11 @@ class SlowData(Dataset[Any]):
 
 
 def train_on_slow_data() -> Any:
-    """Worker 1's loader is slow; return what bounds each worker, and the last split."""
+    """Worker 1 computes faster and its loader is slow; return the last split and all bounds."""
     model, optimizer, _ = build(Recipe(dtype="float32"))
     with Balancer(24) as balancer:
-        Pacer(0.002, 0.0, 1.0).attach(model)
-        data = SlowData(0.01 if balancer.worker == 1 else 0.0)
+        Pacer(0.002, 0.0, 1.0 if balancer.worker == 1 else 0.25).attach(model)
+        data = SlowData(0.02 if balancer.worker == 1 else 0.0)
         loader = DataLoader(data, 24, num_workers=1)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         for inputs, targets in shares:

@@ -116,6 +116,19 @@ def test_times_count_from_the_end_of_the_reduction_before() -> None:
     assert seen.split == (4, 6)
 
 
+@pytest.mark.parametrize(
+    ("samples", "left_out"), [(41, False), (44, False), (45, True), (30, True)]
+)
+def test_the_first_step_with_another_size_says_nothing(samples: int, left_out: bool) -> None:
+    bench = Bench()
+    for number, size in enumerate([40, 40, 40, samples, samples]):
+        batch = Batch(step=number, epoch=0, start=0, split=(size, 6))
+        bench.meter.begin(batch, size, whole=True, compiled=False)
+        bench.backward(1.0, sum_s=0.5)
+    measured = [bool(np.isfinite(bench.meter.row(number)[7])) for number in range(5)]
+    assert measured == [False, False, True, not left_out, True]
+
+
 def test_waiting_for_others_is_no_work_of_the_worker() -> None:
     """A slow peer makes reductions long; its effect is in done, never in ready."""
     bench = warmed_up()

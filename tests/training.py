@@ -1,6 +1,6 @@
 """Trainings to compare: the same models and data with Poise and in one plain process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,9 +103,12 @@ def train_balanced(
     keep_gradients: bool = False,
     hang_s: float | None = None,
     after_step: Callable[[Balancer, int], None] | None = None,
-    speeds: tuple[float, ...] = (),
+    speeds: Mapping[int, tuple[float, ...]] | None = None,
 ) -> Log:
-    """Train with Poise on this worker; speeds make workers sleep, 2 ms a sample at speed 1."""
+    """Train with Poise on this worker.
+
+    Speeds, by the step from which on they hold, make workers sleep: 2 ms a sample at speed 1.
+    """
     model, optimizer, scheduler = build(recipe)
     log = Log({}, [], [], [])
     with Balancer(
@@ -119,14 +122,18 @@ def train_balanced(
             num_workers=processes,
             prefetch_factor=prefetch[balancer.worker] if processes else None,
         )
+        speeds = speeds or {}
+        pacer = Pacer(0.002, 0.0, 1.0)
         if speeds:
-            Pacer(0.002, 0.0, speeds[balancer.worker]).attach(model)
+            pacer.attach(model)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         step = 0
         for epoch in balancer.epochs(recipe.epochs):
             for inputs, targets, samples in shares:
                 if fault is not None:
                     fault.strike(balancer.worker, step)
+                if step in speeds:
+                    pacer.speed = speeds[step][balancer.worker]
                 log.splits.append(balancer.plan.split)
                 log.seen.append((epoch, step, samples.tolist()))
                 before = weights(shared) if keep_gradients else {}

@@ -200,8 +200,9 @@ class Fit:
         measured = np.where(usable, times[:, :, -1] / fit.first_s[:, -1], 1.0)
         fit, excess, alarms = fit._watched(batches, measured, usable)
         fit = fit._averaged(times, excess, usable)
+        fit = fit._reductions(alike)
         for observation in alike:
-            fit = fit._reductions(observation)._loaders(observation)
+            fit = fit._loaders(observation)
         return fit, alarms
 
     def model(self, *, steeper: float = 0.0) -> SpeedModel:
@@ -412,31 +413,24 @@ class Fit:
         mean_y = self.mean_y + np.asfortranarray(moved.sum(axis=0) * part[:, None])
         return revised(self, seen=seen, mean_y=mean_y)
 
-    def _reductions(self, observation: Observation) -> "Fit":
+    def _reductions(self, alike: Sequence[Observation]) -> "Fit":
         """Learn the reduction times.
 
         done - ready contains waiting for slower workers and queueing behind the bucket before.
         The worker that arrives last waits for nobody: u_j is the least of done_j - max(ready_j,
         done_(j-1)) over the workers.
         """
-        if observation.done_s is None or observation.ready_s is None:
-            return self
-        done = observation.done_s
-        waited = 0.0 if observation.wait_s is None else np.nan_to_num(observation.wait_s)[:, None]
-        begun = observation.ready_s + waited
-        for bucket in range(1, done.shape[1]):
-            np.maximum(begun[:, bucket], done[:, bucket - 1], out=begun[:, bucket])
-        took = done - begun
-        if np.isnan(took).all(axis=0).any():
-            return self
-        least = np.maximum(np.nanmin(took, axis=0), 0.0)
-        count = min(self.bucket_count + 1, REDUCTIONS)
-        if self.bucket_count:
-            # One bad reduction (a page fault, a busy network) is not the network's speed.
-            least = np.minimum(least, np.maximum(3 * self.bucket_s, 3 * self.bucket_s.mean()))
-        return revised(
-            self, bucket_s=self.bucket_s + (least - self.bucket_s) / count, bucket_count=count
-        )
+        bucket_s, count = self.bucket_s, self.bucket_count
+        for took in (each for step in alike if (each := _reduced_s(step)) is not None):
+            least = np.maximum(np.fmin.reduce(took), 0.0)
+            if np.isnan(least).any():
+                continue
+            if count:
+                # One bad reduction (a page fault, a busy network) is not the network's speed.
+                least = np.minimum(least, 3 * np.maximum(bucket_s, bucket_s.mean()))
+            count = min(count + 1, REDUCTIONS)
+            bucket_s = bucket_s + (least - bucket_s) / count
+        return revised(self, bucket_s=bucket_s, bucket_count=count)
 
     def _loaders(self, observation: Observation) -> "Fit":
         """Learn the loaders' limits.
@@ -524,6 +518,17 @@ class Fit:
         error = np.where(self.seen > 1, self.noise / np.sqrt(np.maximum(self.seen, 1)), np.inf)
         level *= TRIM * error[:, None]
         return gap * (np.abs(gap) > level)
+
+
+def _reduced_s(step: Observation) -> Floats | None:
+    """Return how long each worker saw each reduction last, the wait for others included."""
+    if step.done_s is None or step.ready_s is None:
+        return None
+    begun = step.ready_s.copy()
+    if step.wait_s is not None:
+        begun += np.nan_to_num(step.wait_s)[:, None]
+    np.maximum(begun[:, 1:], step.done_s[:, :-1], out=begun[:, 1:])
+    return np.asarray(step.done_s - begun)
 
 
 def _alike(observations: Sequence[Observation]) -> Iterator[list[Observation]]:

@@ -7,9 +7,9 @@ than the cost of a change. A worker whose speed changes is noticed by a CUSUM an
 rescaled at once.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
 from poise.policy.pace import Pace
 
-_SURE = 1.25
+_SURE = 0.8
+"""Standard errors more than the largest of some workers' chance deviations."""
+_NORMAL = NormalDist()
 _GREAT = 0.2
 """A change of a log time that makes earlier step times worthless."""
 
@@ -65,8 +67,8 @@ class Auto:
     furthest: int = 6
     """A local batch shrinks to no less than one part of so many at once: how much of a time is
     fixed is a guess until smaller ones were seen."""
-    curiosity: float = 1.2
-    """How much more than otherwise such a trial must promise."""
+    curiosity: float = 1.5
+    """By how many standard errors a slope may be steeper than it seems to be worth a trial."""
 
     online = True
     state_type = AutoState
@@ -159,8 +161,8 @@ class Auto:
         if _seen(state.fit) % self.patience or self._hasty(state, 0.0):
             return None
         # A slope that seems flat, from few measurements, would never be tried again otherwise.
-        steep = state.fit.model(steeper=1.0)
-        trial = _best(steep, limits, state.split, now_s * (1 - self.curiosity * least))
+        steep = state.fit.model(steeper=self.curiosity)
+        trial = _best(steep, limits, state.split, now_s * (1 - least))
         if trial is None:
             return None
         return _decision(
@@ -254,15 +256,16 @@ def _seen(fit: Fit) -> float:
 def _chance(state: AutoState, slowest: int) -> float:
     """Return the gain that noise alone may promise.
 
-    The slowest of n workers seems slower than it is, by about sqrt(2 log n) standard errors. More
-    is asked for, since every step is another chance to be misled; and of few measurements the
-    noise itself is hardly known.
+    The slowest of n workers seems slower than it is, by as many standard errors as the largest of
+    n normal deviations (Blom's approximation). More is asked for, since every step is another
+    chance to be misled; and of few measurements the noise itself is hardly known.
     """
     fit = state.fit
     if np.isnan(fit.first_batch[slowest]):
         return 1.0  # nothing is known of it: no gain is sure
     error = float(fit.error(state.split)[slowest]) * (1 + 2 / max(float(fit.evidence[slowest]), 1))
-    return _SURE * max(1.5, math.sqrt(2 * math.log(fit.workers))) * error
+    largest = _NORMAL.inv_cdf((fit.workers - 0.375) / (fit.workers + 0.25))
+    return (largest + _SURE) * error
 
 
 def _why(state: AutoState, now_s: float, best_s: float) -> str:

@@ -31,7 +31,7 @@ from poise.torch.learned import Known
 from poise.torch.meter import WIDTH, Meter, observation_of, unmeasured
 from poise.torch.run import Run
 
-SETTLING = 16
+SETTLING = 8
 """Steps after a change of the split in which every step is exchanged,"""
 SELDOM = 4
 """and of so many steps one, later."""

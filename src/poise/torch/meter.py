@@ -4,8 +4,9 @@ Times count from the end of the worker's previous reduction. What it waits for o
 loader's processes, is no work of its own and left out; an all-reduce inside backward would make
 all workers look equally slow. Steps that say nothing of the worker's speed are left out as a
 whole: the first ones, in which allocators warm up and DistributedDataParallel builds its buckets
-anew; the first of a pass and those with an evaluation or a checkpoint in between; and the smaller
-last one of an epoch.
+anew; the first with a local batch of quite another size, to which allocators have to adjust; the
+first of a pass and those with an evaluation or a checkpoint in between; and the smaller last one
+of an epoch.
 """
 
 import math
@@ -28,6 +29,8 @@ BUCKETS = 8
 """Neighboring buckets are put together until so many are left: a row has a fixed width."""
 _WARM_UP = 2
 """Steps left out at the start."""
+_RESIZED = 0.1
+"""A local batch is of another size if it differs by more than this part."""
 _EMPTY_QUEUE = 0.15
 """A loader's queue was empty if the worker waited for more than this part of the step: to take a
 batch out of a full one takes a while, too."""
@@ -144,9 +147,10 @@ class Meter:
             whole: whether the global batch has its full size.
             compiled: whether torch.compile was at work in the step before, which is over now.
         """
+        resized = abs(samples - self._samples) > _RESIZED * self._samples
         if self._steps:
             self._end_step(self._steps[-1], samples, compiled=compiled)
-        counts = whole and not self._disturbed and not self._left_out
+        counts = whole and not (resized or self._disturbed or self._left_out)
         input_s = math.nan
         if not self._loads_itself:
             input_s = self._loader.arrived(time.perf_counter(), samples, self._fetch_s)
