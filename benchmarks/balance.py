@@ -124,9 +124,9 @@ def clusters(*, quick: bool) -> list[Cluster]:
         rounds=2 if quick else 5,
         policies=["even", "auto"] if quick else ["even", *_OTHERS, "auto"],
         oracles=["lines"] if quick else ["lines", "cores"],
-        steps=24 if quick else 42,
+        steps=24 if quick else 36,
         even_steps=6 if quick else 12,
-        calibrations=2 if quick else 3,
+        calibrations=1 if quick else 3,
     )
     found = []
     for level in (1, 8) if quick else (1, 2, 4, 8):
@@ -136,7 +136,7 @@ def clusters(*, quick: bool) -> list[Cluster]:
     # Sixteen processes take most of a minute to start.
     paced = replace(throttled, speeds=_MIX, global_batch=512, model="points", oracles=["lines"])
     if quick:
-        paced = replace(paced, rounds=1, calibrations=1)
+        paced = replace(paced, rounds=1, steps=30)
     else:
         paced = replace(paced, **_slower(_MIX, worker=5))
     found.append(Cluster("paced-16", "paced", paced, {"pace": "3ms+30ms"}))
@@ -163,7 +163,12 @@ def _walk(throttled: Settings) -> Cluster:
 def _link(throttled: Settings) -> Cluster:
     policies = ["even", "proportional", "lbbsp", "auto"]
     settings = replace(
-        throttled, speeds=[0.9, 0.3], global_batch=192, model="heavy", policies=policies
+        throttled,
+        speeds=[0.9, 0.3],
+        global_batch=192,
+        model="heavy",
+        policies=policies,
+        rounds=3,
     )
     return Cluster("link", "throttled", settings, {"link": "200mbit"})
 

@@ -39,6 +39,8 @@ SLOW_AT = 30
 """The step at which a worker slows down."""
 _STEPS_PER_EPOCH = 12
 _CALIBRATION_STEPS = 8
+_FACTORS = (1.6, 1.4, 1.2)
+"""How far local batches are from the best ones, in one calibration after the other."""
 _NEW = 2
 """Steps with another split that say nothing of the next ones: allocators have to follow."""
 _APPLY_S = 0.3
@@ -158,8 +160,8 @@ class Bench:
         """Return the best split by ready lines that are measured apart, nearer and nearer to it."""
         total, seen = self.settings.global_batch, list[Observation]()
         best = torch.tensor(parts(speeds, total))
-        for _ in range(self.settings.calibrations):
-            splits = [parts(weights, total) for weights in spread(best.tolist())]
+        for factor in _FACTORS[: self.settings.calibrations]:
+            splits = [parts(weights, total) for weights in spread(best.tolist(), factor)]
             seen += self.measured(splits)
             if self.worker == 0:
                 limits = NO_BOUNDS.limits(self.workers)
@@ -313,9 +315,9 @@ class Balanced(Training):
                 yield
 
 
-def spread(speeds: Sequence[float]) -> list[list[float]]:
+def spread(speeds: Sequence[float], factor: float) -> list[list[float]]:
     """Return three kinds of shares; each worker has its own, less and more in another order."""
-    lean = (1.0, 0.8, 1.25)
+    lean = (1.0, 1 / factor, factor)
     return [
         [speed * lean[(worker + number) % len(lean)] for worker, speed in enumerate(speeds)]
         for number in range(len(lean))

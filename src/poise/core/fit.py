@@ -39,8 +39,10 @@ NOISE_MEMORY = 100.0
 MEMORY = 200.0
 """A window counts as at most so many observations."""
 REDUCTIONS = 20.0
-"""And the mean of the reduction times as one of so many: where they take the workers' own
-processor they change with the split."""
+"""And the mean of the reduction times as one of so many,"""
+EARLIER_REDUCTIONS = 2.0
+"""those before a change of the split as few: where they take the workers' own processor they
+change with it."""
 FORGET = 0.9
 """What older windows keep of their weight at each change of the split."""
 DOUBT = 0.2
@@ -294,6 +296,7 @@ class Fit:
             pool_xy=FORGET * (self.pool_xy + wx[:, None] * self.mean_y),
             seen=np.zeros(self.workers),
             mean_y=_table(*self.mean_y.shape),
+            bucket_count=min(self.bucket_count, EARLIER_REDUCTIONS),
         )
 
     def _first_samples(self, batches: Floats, times: Floats, usable: Flags) -> "Fit":
