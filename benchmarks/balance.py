@@ -20,11 +20,13 @@ random order, since the machine's own speed changes from one minute to the next;
 within a round.
 
 **Figures.** Steady: median of a training's last 12 steps. 15 steps after start: the median of
-steps 13 to 17 over that, both relative to the oracle's at the same time. Slowdown: one worker's
+steps 13 to 17 of all rounds over that of the last 12, relative to the same for fixed splits (the
+oracle's and static), whose steps change with the machine alone. Slowdown: one worker's
 speed is divided by 4 at step 30; the median of steps 13 to 17 after it, over that of the oracle
 for the new speeds at the same time. Walk: the speeds go HL 1-2-4-8-8-4-2-1; the whole time over
 that of the oracle of each part. Prediction: difference between the mean step time that worker 0
-predicts before the last 12 steps and what they take, where the split stays. Reduction: what auto
+predicts before the last 12 steps and what they take, where the split stays; beside it, by how much
+the means of fixed splits change from 12 steps to the next 12. Reduction: what auto
 saves against even, in parts of what the oracle saves.
 """
 
@@ -101,8 +103,13 @@ class Trained:
         predicted, last = self.predicted[-blocks], self.splits[-blocks:]
         if predicted is None or any(split != last[0] for split in last):
             return math.nan
-        mean_s = statistics.mean(sorted(self.step_s[-_STEADY:])[_TRIMMED:-_TRIMMED])
-        return abs(predicted / mean_s - 1)
+        return abs(predicted / _mean(self.step_s[-_STEADY:]) - 1)
+
+    @property
+    def change(self) -> float:
+        """By how much the mean of the last steps differs from that of the steps before."""
+        before = self.step_s[-2 * _STEADY : -_STEADY]
+        return abs(_mean(before) / _mean(self.step_s[-_STEADY:]) - 1)
 
 
 Results = dict[str, list[Trained]]
@@ -131,7 +138,8 @@ def clusters(*, quick: bool) -> list[Cluster]:
     found = []
     for level in (1, 8) if quick else (1, 2, 4, 8):
         slower = {} if quick or level > 1 else _slower(hl(level), worker=1)
-        settings = replace(throttled, speeds=hl(level), **slower)
+        rounds = throttled.rounds if level in (1, 8) else 3
+        settings = replace(throttled, speeds=hl(level), rounds=rounds, **slower)
         found.append(Cluster(f"HL{level}", "throttled", settings))
     # Sixteen processes take most of a minute to start.
     paced = replace(throttled, speeds=_MIX, global_batch=512, model="points", oracles=["lines"])
@@ -214,17 +222,13 @@ def figures(cluster: Cluster, results: Results) -> list[Figure]:
 def _steady_figures(cluster: Cluster, results: Results) -> list[Figure]:
     name, kind, auto, best = cluster.name, cluster.kind, results["auto"], oracle(results)
     ratio = _median_ratio(_steady(auto), _steady(best))
-    early = [
-        (statistics.median(mine.step_s[_FIFTEEN]) / mine.steady_s)
-        / (statistics.median(its.step_s[_FIFTEEN]) / its.steady_s)
-        for mine, its in zip(auto, best, strict=True)
-    ]
+    machine = statistics.median(_early(runs) for runs in _fixed(results))
     errors = [each.prediction_error for each in auto if not math.isnan(each.prediction_error)]
     error = statistics.mean(errors) if errors else math.nan
     start = f"{name}: 15 steps after start / steady"
     return [
         Figure(f"{name}: auto / oracle, steady", ratio, "at most", STEADY_BAR[kind]),
-        Figure(start, statistics.median(early), "at most", START_BAR),
+        Figure(start, _early(auto) / machine, "at most", START_BAR),
         Figure(f"{name}: prediction error, mean", error, "at most", PREDICTION_BAR[kind]),
     ]
 
@@ -269,6 +273,22 @@ def _walk_figure(cluster: Cluster, results: Results) -> Figure:
     return Figure("walk: auto / oracle", statistics.median(ratios), "at most", WALK_BAR)
 
 
+def _fixed(results: Results) -> list[list[Trained]]:
+    """Return the trainings whose split never changes: what changes is the machine."""
+    return [runs for label, runs in results.items() if label.startswith(("oracle", "static"))]
+
+
+def _early(runs: Sequence[Trained]) -> float:
+    """Return how much longer steps take 15 steps after the start than at the end."""
+    early = [step_s for each in runs for step_s in each.step_s[_FIFTEEN]]
+    late = [step_s for each in runs for step_s in each.step_s[-_STEADY:]]
+    return statistics.median(early) / statistics.median(late)
+
+
+def _mean(times: Sequence[float]) -> float:
+    return statistics.mean(sorted(times)[_TRIMMED:-_TRIMMED])
+
+
 def _steady(runs: Sequence[Trained]) -> list[float]:
     return [each.steady_s for each in runs]
 
@@ -276,6 +296,15 @@ def _steady(runs: Sequence[Trained]) -> list[float]:
 def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     pairs = zip(numerators, denominators, strict=True)
     return statistics.median(numerator / denominator for numerator, denominator in pairs)
+
+
+def notes(cluster: Cluster, results: Results) -> dict[str, str]:
+    """Return what helps to read the figures."""
+    if cluster.name in ("walk", "link"):
+        return {}
+    changes = [each.change for runs in _fixed(results) for each in runs]
+    text = f"{statistics.mean(changes):.1%} from 12 steps to the next 12, mean"
+    return {f"{cluster.name}: fixed splits' own change": text}
 
 
 def table_of(cluster: Cluster, results: Results) -> Table:
@@ -312,12 +341,14 @@ def main() -> int:
     errors = Console(stderr=True, highlight=False)
     found: dict[str, tuple[Cluster, Results]] = {}
     all_figures: list[Figure] = []
+    all_notes: dict[str, str] = {}
     for cluster in clusters(quick=arguments.quick):
         if arguments.only and cluster.name not in arguments.only:
             continue
         results = run(cluster, lambda text: errors.print(text, markup=False))
         found[cluster.name] = (cluster, results)
         all_figures += figures(cluster, results)
+        all_notes |= notes(cluster, results)
     if arguments.plot:
         from balance_plot import plot
 
@@ -327,12 +358,12 @@ def main() -> int:
             name: {label: [asdict(each) for each in runs] for label, runs in results.items()}
             for name, (_, results) in found.items()
         }
-        print(as_json("balance", all_figures, {"runs": runs}))
+        print(as_json("balance", all_figures, {"notes": all_notes, "runs": runs}))
         return 0
     console = Console()
     for cluster, results in found.values():
         console.print(table_of(cluster, results))
-    show("Balancing workers of unequal speed", all_figures, {})
+    show("Balancing workers of unequal speed", all_figures, all_notes)
     return 0
 
 
