@@ -87,6 +87,7 @@ def test_a_missing_package_is_named_with_the_extra_to_install() -> None:
         require("sys", "no_such_package", extra="demo")
 
 
+@pytest.mark.slow
 def test_the_demo_trains_the_same_with_and_without_poise() -> None:
     result = poise("demo", "--steps", "12")
     assert result.returncode == 0, result.stderr
@@ -197,6 +198,7 @@ def test_doctor_reports_versions_and_the_speed_of_the_all_reduce() -> None:
     assert all(size in result.stdout for size in ("4 KB", "64 KB", "1 MB", "16 MB"))
 
 
+@pytest.mark.slow
 def test_doctor_runs_a_script_until_prepare_and_shows_its_lead(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

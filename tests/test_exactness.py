@@ -93,7 +93,9 @@ def float32_training(recipe: Recipe, policy: Fixed) -> Log:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer"])
+@pytest.mark.parametrize(
+    "model", ["mlp", "cnn", pytest.param("transformer", marks=pytest.mark.slow)]
+)
 def test_float32_stays_within_the_noise_of_rounding(
     workers: Workers, model: str, optimizer: str
 ) -> None:

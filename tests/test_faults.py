@@ -40,7 +40,11 @@ def test_a_worker_that_raises_is_named_with_its_error(workers: Workers) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "step"),
-    [pytest.param("kill", 6, marks=pytest.mark.slow), ("exit", 0), ("kill", 1)],
+    [
+        pytest.param("kill", 6, marks=pytest.mark.slow),
+        pytest.param("exit", 0, marks=pytest.mark.slow),
+        ("kill", 1),
+    ],
 )
 def test_a_worker_that_dies_is_named(workers: Workers, kind: Any, step: int) -> None:
     """In step 1 the others wait in forward, where buckets are agreed on."""

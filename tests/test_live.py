@@ -110,7 +110,14 @@ def test_a_worker_that_slows_down_gets_less(workers: Workers) -> None:
     assert after <= 0.6 * before
 
 
-@pytest.mark.parametrize("policy", ["proportional", "lbbsp", "optperf"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "proportional",
+        pytest.param("lbbsp", marks=pytest.mark.slow),
+        pytest.param("optperf", marks=pytest.mark.slow),
+    ],
+)
 def test_other_policies_balance_by_name(workers: Workers, policy: str) -> None:
     logs = workers.run(train_unequally, RECIPE, (1.0, 0.25), policy, workers=2)
     assert logs[0].splits == logs[1].splits

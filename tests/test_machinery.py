@@ -33,8 +33,8 @@ def leak_a_group() -> None:
     [
         (leak_a_thread, "thread leaked"),
         (leak_a_process, "process python"),
-        (leak_a_variable, "environment variable LEAKED=1"),
-        (leak_a_group, "process group default"),
+        pytest.param(leak_a_variable, "environment variable LEAKED=1", marks=pytest.mark.slow),
+        pytest.param(leak_a_group, "process group default", marks=pytest.mark.slow),
     ],
 )
 def test_a_leak_fails_the_test(workers: Workers, leak: object, words: str) -> None:

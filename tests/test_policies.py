@@ -300,20 +300,18 @@ def test_auto_follows_omnilearns_walk(seeds: int) -> None:
 
 
 @pytest.mark.parametrize("bend", BENDS, ids=str)
-@pytest.mark.parametrize("seeds", [1, pytest.param(9, marks=pytest.mark.slow)])
-def test_auto_is_not_worse_than_proportional_where_no_line_fits(bend: str, seeds: int) -> None:
-    ours = [walked(Auto(), seed, bend=bend) for seed in range(seeds)]
-    theirs = [walked(Proportional(), seed, bend=bend) for seed in range(seeds)]
+@pytest.mark.slow
+def test_auto_is_not_worse_than_proportional_where_no_line_fits(bend: str) -> None:
+    ours = [walked(Auto(), seed, bend=bend) for seed in range(9)]
+    theirs = [walked(Proportional(), seed, bend=bend) for seed in range(9)]
     assert np.median(ours) <= np.median(theirs)
 
 
-@pytest.mark.parametrize("correlation", [pytest.param(0.5, marks=pytest.mark.slow), 0.8])
-@pytest.mark.parametrize("seeds", [1, pytest.param(9, marks=pytest.mark.slow)])
-def test_auto_is_not_worse_than_proportional_under_noise_that_lasts(
-    correlation: float, seeds: int
-) -> None:
-    ours = [walked(Auto(), seed, correlation=correlation) for seed in range(seeds)]
-    theirs = [walked(Proportional(), seed, correlation=correlation) for seed in range(seeds)]
+@pytest.mark.parametrize("correlation", [0.5, 0.8])
+@pytest.mark.slow
+def test_auto_is_not_worse_than_proportional_under_noise_that_lasts(correlation: float) -> None:
+    ours = [walked(Auto(), seed, correlation=correlation) for seed in range(9)]
+    theirs = [walked(Proportional(), seed, correlation=correlation) for seed in range(9)]
     assert np.median(ours) <= np.median(theirs)
 
 

@@ -9,7 +9,6 @@ rescaled at once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -151,9 +150,9 @@ class Auto:
             )
         local_s = model.local_s(state.split)
         now_s = float(local_s.max())
-        least = max(self.least_gain, state.pace.cost_s / now_s / self.horizon)
-        enough_s = min(now_s * (1 - least), _surely_s(state, local_s))
-        best_now = _best(model, limits, state.split, enough_s)
+        chance = _chance(state, int(local_s.argmax()))
+        least = max(self.least_gain, chance, state.pace.cost_s / now_s / self.horizon)
+        best_now = _best(model, limits, state.split, now_s * (1 - least))
         if best_now is not None:
             if self._hasty(state, 1 - best_now.step_s / now_s):
                 return None
@@ -163,7 +162,7 @@ class Auto:
             return None
         # A slope that seems flat, from few measurements, would never be tried again otherwise.
         steep = state.fit.model(steeper=self.curiosity)
-        trial = _best(steep, limits, state.split, enough_s)
+        trial = _best(steep, limits, state.split, now_s * (1 - least))
         if trial is None:
             return None
         return _decision(
@@ -254,27 +253,19 @@ def _seen(fit: Fit) -> float:
     return float(fit.seen[fit.seen > 0].min(initial=np.inf))
 
 
-def _surely_s(state: AutoState, local_s: Floats) -> float:
-    """Return how long a step surely takes now: what is faster is no work of chance.
+def _chance(state: AutoState, slowest: int) -> float:
+    """Return the gain that noise alone may promise.
 
     The slowest of n workers seems slower than it is, by as many standard errors as the largest of
-    n normal deviations (Blom's approximation), the second by as many as the second, and so on: a
-    few slow ones together are surer than one. More is asked for, since every step is another
+    n normal deviations (Blom's approximation). More is asked for, since every step is another
     chance to be misled; and of few measurements the noise itself is hardly known.
     """
     fit = state.fit
-    slowest = np.argsort(-local_s)[: (fit.workers + 1) // 2]
-    known = slowest[~np.isnan(fit.first_batch[slowest])]
-    error = fit.error(state.split)[known] * (1 + 2 / np.maximum(fit.evidence[known], 1))
-    surely_s = local_s[known] * (1 - (_deviations(fit.workers)[: len(known)] + _SURE) * error)
-    return float(surely_s.max(initial=0.0))
-
-
-@cache
-def _deviations(count: int) -> Floats:
-    """Return about what normal deviations are expected to be, the largest first."""
-    ranks = range(1, (count + 1) // 2 + 1)
-    return np.array([_NORMAL.inv_cdf((count + 0.625 - rank) / (count + 0.25)) for rank in ranks])
+    if np.isnan(fit.first_batch[slowest]):
+        return 1.0  # nothing is known of it: no gain is sure
+    error = float(fit.error(state.split)[slowest]) * (1 + 2 / max(float(fit.evidence[slowest]), 1))
+    largest = _NORMAL.inv_cdf((fit.workers - 0.375) / (fit.workers + 0.25))
+    return (largest + _SURE) * error
 
 
 def _why(state: AutoState, now_s: float, best_s: float) -> str:
