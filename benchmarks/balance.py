@@ -13,8 +13,8 @@ on slow links, with a model whose reduction takes longer than its computation. A
 
 **Policies.** even is plain DistributedDataParallel; the others are Poise's by name, each from its
 first step on. The oracle is the better of two fixed splits, by measured step time: the best one
-for ready lines that are measured apart, before, at three other splits (a least-squares line per
-worker and bucket, and the least reduction times), and the one in proportion to the cores. All
+for ready lines that are measured apart, before, around the best split so far (a least-squares line
+per worker and bucket, and the least reduction times), and the one in proportion to the cores. All
 trainings of a round are under way at the same time and take turns, in blocks of 6 steps and in
 random order, since the machine's own speed changes from one minute to the next; ratios are taken
 within a round.
