@@ -440,9 +440,9 @@ class Fit:
 
         A loader that should have been the limit and was not is faster than it seemed.
         """
-        if observation.input_s is None:
-            return self
         seen = observation.input_s
+        if seen is None or (np.isnan(seen).all() and not self.input_s.any()):
+            return self
         old = np.where(self.input_s > 0, self.input_s, seen)
         moved = old + 0.2 * (seen - old)
         faster = self.input_s * observation.batches > (observation.length_s or np.inf)
@@ -529,7 +529,7 @@ def _reduced_s(step: Observation) -> Floats | None:
         return None
     begun = step.ready_s.copy()
     if step.wait_s is not None:
-        begun += np.nan_to_num(step.wait_s)[:, None]
+        begun += np.where(np.isnan(step.wait_s), 0.0, step.wait_s)[:, None]
     np.maximum(begun[:, 1:], step.done_s[:, :-1], out=begun[:, 1:])
     return np.asarray(step.done_s - begun)
 

@@ -57,7 +57,7 @@ class Observation:
         """How long the step took, as far as was measured; None: not at all."""
         if self.ready_s is None:
             return None
-        waited = 0.0 if self.wait_s is None else np.nan_to_num(self.wait_s)
+        waited = 0.0 if self.wait_s is None else np.where(np.isnan(self.wait_s), 0.0, self.wait_s)
         ends = self.ready_s[:, -1] + waited
         if self.done_s is not None:
             ends = np.fmax(ends, self.done_s[:, -1])

@@ -9,6 +9,7 @@ rescaled at once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -25,7 +26,7 @@ from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
 from poise.policy.pace import Pace
 
-_SURE = 0.8
+_SURE = 0.7
 """Standard errors more than the largest of some workers' chance deviations."""
 _NORMAL = NormalDist()
 _GREAT = 0.2
@@ -58,6 +59,9 @@ class Auto:
     """Steps over which a change must earn its cost."""
     patience: int = 10
     """Steps to see before a split is tried for what it teaches."""
+    watchful: int = 40
+    """In so many steps with a split each is a reason to judge it, and of later ones, unless a
+    speed changed, one of as many as patience says."""
     careful_gain: float = 0.1
     """From this gain on a split goes no further than the fit is sure of."""
     free_changes: int = 3
@@ -91,6 +95,7 @@ class Auto:
             else:
                 steps.append(event)
                 current = current or event.split == state.split
+        steps_before = state.pace.steps
         state = _learned(state, steps)
         if not (current and self._knows_enough(state.fit)):
             return decision, state
@@ -102,7 +107,10 @@ class Auto:
             state = revised(state, pace=state.pace.renewed())
         if state.fit.suspected and not state.alarmed:
             return decision, state  # half of the evidence points both ways: wait for the rest
-        better = self._better(state)
+        long_look = state.pace.steps // self.patience > steps_before // self.patience
+        if not (forced or state.alarmed or long_look or state.pace.steps < self.watchful):
+            return decision, state
+        better = self._better(state, curious=long_look)
         if better is None:
             return decision, state
         pace = state.pace.renewed() if forced else state.pace.changed(state.split)
@@ -137,11 +145,10 @@ class Auto:
             best = optimal_split(model, change.global_batch, limits)
             why = f"{fit.workers} workers share {change.global_batch} samples"
             decision = _decision(fit, model, limits, best, why)
-        pace = Pace(cost_s=state.pace.cost_s)
-        return decision, AutoState(fit, memory, decision.split, pace, caps=caps)
+        return decision, AutoState(fit, memory, decision.split, state.pace.renewed(), caps=caps)
 
-    def _better(self, state: AutoState) -> Decision | None:
-        """Return a decision for a split that pays, if there is one."""
+    def _better(self, state: AutoState, *, curious: bool) -> Decision | None:
+        """Return a decision for a split that pays, if there is one; a trial if curious."""
         model, limits = state.fit.model(), self._limits(state)
         if (np.array(state.split) > limits.high).any():
             best = optimal_split(model, sum(state.split), limits)
@@ -150,19 +157,19 @@ class Auto:
             )
         local_s = model.local_s(state.split)
         now_s = float(local_s.max())
-        chance = _chance(state, int(local_s.argmax()))
-        least = max(self.least_gain, chance, state.pace.cost_s / now_s / self.horizon)
-        best_now = _best(model, limits, state.split, now_s * (1 - least))
+        least = max(self.least_gain, state.pace.cost_s / now_s / self.horizon)
+        enough_s = min(now_s * (1 - least), _surely_s(state, local_s))
+        best_now = _best(model, limits, state.split, enough_s)
         if best_now is not None:
             if self._hasty(state, 1 - best_now.step_s / now_s):
                 return None
             further = self._further(state, limits, now_s, best_now)
             return _decision(state.fit, model, limits, further, _why(state, now_s, best_now.step_s))
-        if _seen(state.fit) % self.patience or self._hasty(state, 0.0):
+        if not curious or self._hasty(state, 0.0):
             return None
         # A slope that seems flat, from few measurements, would never be tried again otherwise.
         steep = state.fit.model(steeper=self.curiosity)
-        trial = _best(steep, limits, state.split, now_s * (1 - least))
+        trial = _best(steep, limits, state.split, enough_s)
         if trial is None:
             return None
         return _decision(
@@ -227,6 +234,7 @@ def _learned(state: AutoState, steps: Sequence[Observation]) -> AutoState:
     pace = state.pace
     if (np.abs(np.log(fit.changed_by[alarms])) > _GREAT).any():
         pace = pace.renewed()
+    noise = float(fit.noise.max())
     for step in steps:
         if step.memory_bytes is not None and step.memory_limit_bytes is not None:
             memory = state.memory.update(step.split, step.memory_bytes)
@@ -235,7 +243,7 @@ def _learned(state: AutoState, steps: Sequence[Observation]) -> AutoState:
             caps = np.where(np.isnan(limit), known_before, memory.cap(limit))
             state = revised(state, memory=memory, caps=caps)
         if step.split == state.split and step.length_s is not None:
-            pace = pace.stepped(step.length_s)
+            pace = pace.stepped(step.length_s, noise)
     return revised(state, pace=pace)
 
 
@@ -253,19 +261,27 @@ def _seen(fit: Fit) -> float:
     return float(fit.seen[fit.seen > 0].min(initial=np.inf))
 
 
-def _chance(state: AutoState, slowest: int) -> float:
-    """Return the gain that noise alone may promise.
+def _surely_s(state: AutoState, local_s: Floats) -> float:
+    """Return how long a step surely takes now: what is faster is no work of chance.
 
     The slowest of n workers seems slower than it is, by as many standard errors as the largest of
-    n normal deviations (Blom's approximation). More is asked for, since every step is another
+    n normal deviations (Blom's approximation), the second by as many as the second, and so on: a
+    few slow ones together are surer than one. More is asked for, since every step is another
     chance to be misled; and of few measurements the noise itself is hardly known.
     """
     fit = state.fit
-    if np.isnan(fit.first_batch[slowest]):
-        return 1.0  # nothing is known of it: no gain is sure
-    error = float(fit.error(state.split)[slowest]) * (1 + 2 / max(float(fit.evidence[slowest]), 1))
-    largest = _NORMAL.inv_cdf((fit.workers - 0.375) / (fit.workers + 0.25))
-    return (largest + _SURE) * error
+    slowest = np.argsort(-local_s)[: (fit.workers + 1) // 2]
+    known = slowest[~np.isnan(fit.first_batch[slowest])]
+    error = fit.error(state.split)[known] * (1 + 2 / np.maximum(fit.evidence[known], 1))
+    surely_s = local_s[known] * (1 - (_deviations(fit.workers)[: len(known)] + _SURE) * error)
+    return float(surely_s.max(initial=0.0))
+
+
+@cache
+def _deviations(count: int) -> Floats:
+    """Return about what normal deviations are expected to be, the largest first."""
+    ranks = range(1, (count + 1) // 2 + 1)
+    return np.array([_NORMAL.inv_cdf((count + 0.625 - rank) / (count + 0.25)) for rank in ranks])
 
 
 def _why(state: AutoState, now_s: float, best_s: float) -> str:

@@ -1,7 +1,7 @@
 """How steps went with the split in effect, and what changing it has brought so far."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poise.core.revised import revised
 from poise.core.split import Split
@@ -16,7 +16,15 @@ _WEIGHT = 0.1
 """Of the newest step in the mean, at least: it is to tell how steps are now."""
 _FAR = 0.1
 _SURE = 0.02
-"""A split is worse than another only if it is by more than this part."""
+"""A split is worse than another only if it is by more than this part,"""
+_ERRORS = 2.0
+"""and by more than so many standard errors."""
+_FIRST = 5.0
+"""Step times are taken to scatter like workers' times, as if so many had shown it."""
+_MEMORY = 100.0
+"""How they scatter is learned from about so many."""
+_CLIP = 3.0
+"""A step counts as at most so many standard deviations off: a stall is not how steps scatter."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +44,17 @@ class Pace:
     failures: int = 0
     """How often that made steps longer."""
     before: Split = ()
+    before_settled: int = 0
     before_s: float = 0.0
-    """The split before the last change, and its mean step time; empty: not to go back to."""
+    """The split before the last change, number and mean of its steps; empty: not to go back to."""
+    squares: float = 0.0
+    scattered: float = 0.0
+    """Sum and number of squared distances of steps from their means, relative to them."""
+
+    @property
+    def steps(self) -> int:
+        """Steps since the last change."""
+        return self.early + self.settled
 
     @property
     def mean_s(self) -> float:
@@ -46,42 +63,67 @@ class Pace:
             return self.settled_s
         return self.early_s / max(self.early, 1)
 
-    def stepped(self, step_s: float) -> "Pace":
-        """A step with the split in effect took so long."""
+    def stepped(self, step_s: float, noise: float) -> "Pace":
+        """A step with the split in effect took so long; noise is that of workers' times."""
         if self.early < _EARLY:
             return revised(self, early=self.early + 1, early_s=self.early_s + step_s)
         settled = self.settled + 1
         mean = self.settled_s + max(1 / settled, _WEIGHT) * (step_s - self.settled_s)
-        return revised(self, settled=settled, settled_s=mean)
+        pace = revised(self, settled=settled, settled_s=mean)
+        if not self.settled:
+            return pace
+        off = min(abs(step_s / self.settled_s - 1), _CLIP * self.spread(noise))
+        fair = off**2 * self.settled / settled  # the mean is one of few steps itself
+        kept = 1 - 1 / _MEMORY
+        return revised(
+            pace, squares=kept * self.squares + fair, scattered=kept * self.scattered + 1
+        )
+
+    def spread(self, noise: float) -> float:
+        """Return the standard deviation of a step, relative to its mean.
+
+        Besides the workers' times, those of the reductions scatter.
+        """
+        return math.sqrt((_FIRST * noise**2 + self.squares) / (_FIRST + self.scattered))
 
     def changed(self, split: Split) -> "Pace":
         """The split in effect, this one, gives way to another."""
-        cost_s, before, before_s = self.cost_s, self.before, self.before_s
-        if self.settled >= _SETTLED:
-            excess = max(0.0, self.early_s - self.early * self.settled_s)
-            cost_s += 0.3 * (excess - cost_s)
-            before, before_s = split, self.settled_s
-        return Pace(
-            cost_s=cost_s,
-            changes=self.changes + 1,
-            failures=self.failures,
-            before=before,
-            before_s=before_s,
+        pace = replace(self._begun(), changes=self.changes + 1, failures=self.failures)
+        if self.settled < _SETTLED:
+            return replace(
+                pace,
+                before=self.before,
+                before_settled=self.before_settled,
+                before_s=self.before_s,
+            )
+        excess = max(0.0, self.early_s - self.early * self.settled_s)
+        return replace(
+            pace,
+            cost_s=self.cost_s + 0.3 * (excess - self.cost_s),
+            before=split,
+            before_settled=self.settled,
+            before_s=self.settled_s,
         )
 
     def went_back(self) -> "Pace":
         """The split in effect gives way to the one before, since it made steps longer."""
-        return Pace(cost_s=self.cost_s, changes=self.changes + 1, failures=self.failures + 1)
+        return replace(self._begun(), changes=self.changes + 1, failures=self.failures + 1)
 
     def renewed(self) -> "Pace":
         """A worker's speed changed: what was seen before says nothing any more."""
-        return Pace(cost_s=self.cost_s)
+        return self._begun()
 
     def failed(self, noise: float) -> bool:
         """Whether steps were shorter before the last change; the first ones must be far longer."""
         if not self.before or self.early < _EARLY or self.settled > _SOON:
             return False
         if self.settled < _SETTLED:
-            return self.early_s / self.early > self.before_s * (1 + _FAR + 2 * noise)
-        margin = max(_SURE, 2 * noise / math.sqrt(self.settled))
-        return self.settled_s > self.before_s * (1 + margin)
+            return self.early_s / self.early > self.before_s * (
+                1 + _FAR + _ERRORS * self.spread(noise)
+            )
+        error = self.spread(noise) * math.sqrt(1 / self.settled + 1 / self.before_settled)
+        return self.settled_s > self.before_s * (1 + max(_SURE, _ERRORS * error))
+
+    def _begun(self) -> "Pace":
+        """Return what is known before the first step with another split."""
+        return Pace(cost_s=self.cost_s, squares=self.squares, scattered=self.scattered)
