@@ -35,6 +35,42 @@ def test_a_change_that_makes_steps_far_longer_is_undone(cv: float) -> None:
     assert undone >= 190
 
 
+def test_a_slow_common_rhythm_does_not_undo_a_change_for_the_better() -> None:
+    """Neighboring steps are alike: fifteen of them say less than fifteen others would."""
+    undone = 0
+    for seed in range(200):
+        draw = np.random.default_rng(seed)
+        common, pace = draw.standard_normal(), Pace()
+        for step in range(75):
+            if step == 60:
+                pace = pace.changed((5, 5))
+            common = 0.8 * common + 0.6 * draw.standard_normal()
+            length_s = (1.03 if step < 60 else 1.0) * np.exp(0.05 * common)
+            pace = pace.stepped(length_s, QUIET)
+            if step > 60 and pace.failed(QUIET):
+                undone += 1
+                break
+    assert undone <= 15  # 23 if all steps counted as independent
+
+
+def test_a_change_that_paid_makes_up_for_one_that_failed() -> None:
+    pace = Pace(failures=2, before=(5, 5), before_settled=10, before_s=1.0)
+    for _ in range(20):
+        pace = pace.stepped(1.0, QUIET)
+    assert pace.changed((6, 4)).failures == 1
+    again = Pace(failures=2)  # the split it went back to: staying there is no success
+    for _ in range(20):
+        again = again.stepped(1.0, QUIET)
+    assert again.changed((6, 4)).failures == 2
+
+
+def test_steps_that_take_no_time_are_no_error() -> None:
+    pace = Pace()
+    for _ in range(10):
+        pace = pace.stepped(0.0, QUIET)
+    assert not pace.changed((5, 5)).stepped(0.0, QUIET).failed(QUIET)
+
+
 def test_one_stall_hardly_changes_how_steps_are_believed_to_scatter() -> None:
     calm = Pace()
     for _ in range(20):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from poise.policy import (
     Static,
     policy_named,
 )
+from poise.policy.bounds import NO_BOUNDS
 from poise.sim.bsp import Course, Noise, observe, simulate
 from poise.sim.conformance import LAWS, Law, check
 from poise.sim.scenes import BENDS, CORES, by_cores, walk
@@ -315,6 +317,42 @@ def test_auto_is_not_worse_than_proportional_under_noise_that_lasts(correlation:
     assert np.median(ours) <= np.median(theirs)
 
 
+def test_auto_follows_a_drift_for_as_long_as_it_lasts() -> None:
+    """One of three workers becomes four times as slow, little by little, over 3000 steps."""
+    model = by_cores([12, 12, 12])
+    parts = [slowed(model, [1 + part / 100, 1, 1]) for part in range(300)]
+    course = simulate(
+        Auto(),
+        lambda step: parts[step // 10],
+        global_batch=GLOBAL,
+        steps=3000,
+        noise=Noise(cv=0.05),
+        seed=0,
+    )
+    excess = course.step_s / course.best_s - 1
+    assert excess.mean() < 0.03
+    assert excess[-100:].max() < 0.1
+
+
+def test_no_number_of_failures_keeps_auto_from_an_answer() -> None:
+    """A slowdown that is too small to make all that was seen worthless."""
+    model, slower = by_cores([12] * 4), by_cores([12, 12, 12, 10])
+    timetable, engine = Engine(Auto(), 4, GLOBAL).start()
+    draw = np.random.default_rng(0)
+    for step in range(400):
+        factors = np.exp(0.02 * draw.standard_normal(4))
+        truth = model if step < 50 else slower
+        seen = observe(truth, step, 0, timetable.at(step).split, factors)
+        plan, engine = engine.update([seen], step + 2)
+        if plan is not None:
+            timetable = timetable.announce(plan)
+        if step == 40:
+            worn = replace(engine.state.pace, failures=20, changes=1000)
+            engine = replace(engine, state=replace(engine.state, pace=worn))
+    best_s = optimal_split(slower, GLOBAL, NO_BOUNDS.limits(4)).step_s
+    assert float(slower.local_s(timetable.at(400).split).max()) < 1.05 * best_s
+
+
 def walked(
     policy: Policy, seed: int, *, bend: str | None = None, correlation: float = 0.0
 ) -> float:
@@ -352,6 +390,23 @@ def test_a_slowdown_of_one_worker_is_answered_within_ten_steps() -> None:
         assert excess[70:].max() < 0.1
         answers = [plan.why for plan in course.plans if 60 < plan.start_step <= 70]
         assert any("the speed of worker 1 changed" in why for why in answers)
+
+
+def test_a_small_slowdown_of_a_long_settled_cluster_is_answered_as_soon_as_it_is_known() -> None:
+    model = by_cores(CORES[2])
+    slower = slowed(model, [1, 1.2, 1, 1])
+    for at in range(200, 210):
+        course = simulate(
+            Auto(),
+            partial(lambda at, step: model if step < at else slower, at),
+            global_batch=GLOBAL,
+            steps=230,
+            noise=Noise(cv=0.01),
+            seed=1,
+        )
+        answer = next(plan for plan in course.plans if plan.start_step > at)
+        assert answer.start_step - at <= 7
+        assert "the speed of worker 1 changed" in answer.why
 
 
 def test_a_stall_of_one_step_is_not_punished() -> None:
@@ -417,6 +472,21 @@ def test_auto_never_grows_a_batch_beyond_its_memory() -> None:
     plan, _ = engine.update([Change.of(4, global_batch=GLOBAL + 40, joined=1)], 62)
     assert plan is not None
     assert plan.split[0] <= 62
+
+
+def test_a_long_settled_split_that_comes_too_close_to_the_memory_changes_at_once() -> None:
+    model = by_cores((32, 6, 6, 4))
+    timetable, engine = Engine(Auto(), 4, GLOBAL).start()
+    for step in range(105):
+        split = timetable.at(step).split
+        seen = observe(model, step, 0, split, np.ones(4))
+        limit_bytes = 1e12 if step < 104 else 15e9  # another program takes the rest
+        peak, limit = 1e9 + 2e8 * np.array(split, dtype=float), np.full(4, limit_bytes)
+        seen = replace(seen, memory_bytes=peak, memory_limit_bytes=limit)
+        plan, engine = engine.update([seen], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+    assert plan is not None
+    assert "memory" in plan.why
 
 
 def test_a_silent_worker_keeps_its_share() -> None:

@@ -305,7 +305,7 @@ class Lab:
             self._say(
                 f"{'workers' if len(free) > 1 else 'worker'} {', '.join(free)} ended without ever "
                 "having been throttled, since no DistributedDataParallel was built; "
-                "throttle from the start if the script builds none"
+                "throttle from the start (--from-start) if the script builds none"
             )
 
 

@@ -68,6 +68,8 @@ class Auto:
     """So many changes may follow each other at any pace,"""
     unhurried: int = 2
     """and each further one waits for so many more steps than the one before."""
+    longest_wait: int = 100
+    """Steps after which a change is never too soon, whatever became of those before."""
     furthest: int = 6
     """A local batch shrinks to no less than one part of so many at once: how much of a time is
     fixed is a guess until smaller ones were seen."""
@@ -186,8 +188,9 @@ class Auto:
         due = self.unhurried * (pace.changes - self.free_changes)
         if pace.failures:
             due = max(due, self.patience * 2**pace.failures)
-            return bool(_seen(state.fit) < due)
-        return gain < self.careful_gain and _seen(state.fit) < due
+        elif gain >= self.careful_gain:
+            return False
+        return pace.steps < min(due, self.longest_wait)
 
     def _further(self, state: AutoState, limits: Limits, now_s: float, best: Optimum) -> Optimum:
         """Return a split that goes further where little is to gain and slopes are uncertain.
@@ -256,11 +259,6 @@ def _went_back(state: AutoState) -> tuple[Decision, AutoState]:
     )
 
 
-def _seen(fit: Fit) -> float:
-    """Return the observations in the window of the worker with the fewest, if it has any."""
-    return float(fit.seen[fit.seen > 0].min(initial=np.inf))
-
-
 def _surely_s(state: AutoState, local_s: Floats) -> float:
     """Return how long a step surely takes now: what is faster is no work of chance.
 
@@ -270,17 +268,18 @@ def _surely_s(state: AutoState, local_s: Floats) -> float:
     chance to be misled; and of few measurements the noise itself is hardly known.
     """
     fit = state.fit
-    slowest = np.argsort(-local_s)[: (fit.workers + 1) // 2]
+    deviations = _deviations(fit.workers)
+    slowest = np.argsort(-local_s)[: len(deviations)]
     known = slowest[~np.isnan(fit.first_batch[slowest])]
     error = fit.error(state.split)[known] * (1 + 2 / np.maximum(fit.evidence[known], 1))
-    surely_s = local_s[known] * (1 - (_deviations(fit.workers)[: len(known)] + _SURE) * error)
+    surely_s = local_s[known] * (1 - (deviations[: len(known)] + _SURE) * error)
     return float(surely_s.max(initial=0.0))
 
 
 @cache
 def _deviations(count: int) -> Floats:
-    """Return about what normal deviations are expected to be, the largest first."""
-    ranks = range(1, (count + 1) // 2 + 1)
+    """Return about what the largest quarter of normal deviations are expected to be."""
+    ranks = range(1, max(1, count // 4) + 1)
     return np.array([_NORMAL.inv_cdf((count + 0.625 - rank) / (count + 0.25)) for rank in ranks])
 
 

@@ -23,6 +23,7 @@ _FIRST = 5.0
 """Step times are taken to scatter like workers' times, as if so many had shown it."""
 _MEMORY = 100.0
 """How they scatter is learned from about so many."""
+_MOST_CORRELATION = 0.9
 _CLIP = 3.0
 """A step counts as at most so many standard deviations off: a stall is not how steps scatter."""
 
@@ -42,14 +43,17 @@ class Pace:
     changes: int = 0
     """How often the split changed since a worker's speed last did."""
     failures: int = 0
-    """How often that made steps longer."""
+    """How often that made steps longer, less how often it did not."""
     before: Split = ()
     before_settled: int = 0
     before_s: float = 0.0
     """The split before the last change, number and mean of its steps; empty: not to go back to."""
     squares: float = 0.0
+    products: float = 0.0
     scattered: float = 0.0
-    """Sum and number of squared distances of steps from their means, relative to them."""
+    """Distances of steps from their means, relative to them: the sum of their squares, of the
+    products of neighbors, and how many."""
+    last_off: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -70,13 +74,18 @@ class Pace:
         settled = self.settled + 1
         mean = self.settled_s + max(1 / settled, _WEIGHT) * (step_s - self.settled_s)
         pace = revised(self, settled=settled, settled_s=mean)
-        if not self.settled:
+        if not self.settled_s:
             return pace
-        off = min(abs(step_s / self.settled_s - 1), _CLIP * self.spread(noise))
-        fair = off**2 * self.settled / settled  # the mean is one of few steps itself
+        most = _CLIP * self.spread(noise)
+        off = min(max(step_s / self.settled_s - 1, -most), most)
+        fair = self.settled / settled  # the mean is one of few steps itself
         kept = 1 - 1 / _MEMORY
         return revised(
-            pace, squares=kept * self.squares + fair, scattered=kept * self.scattered + 1
+            pace,
+            squares=kept * self.squares + fair * off**2,
+            products=kept * self.products + fair * off * self.last_off,
+            scattered=kept * self.scattered + 1,
+            last_off=off,
         )
 
     def spread(self, noise: float) -> float:
@@ -86,9 +95,22 @@ class Pace:
         """
         return math.sqrt((_FIRST * noise**2 + self.squares) / (_FIRST + self.scattered))
 
+    def error(self, noise: float) -> float:
+        """Return the standard error of how much longer steps are now than before.
+
+        Where neighbors correlate, a few of them say less.
+        """
+        doubt = _FIRST * self.spread(noise) ** 2
+        correlation = min(max(self.products / (self.squares + doubt), 0.0), _MOST_CORRELATION)
+        lasting = (1 + correlation) / (1 - correlation)
+        fewer = 1 / self.settled + 1 / self.before_settled
+        return self.spread(noise) * math.sqrt(lasting * fewer)
+
     def changed(self, split: Split) -> "Pace":
         """The split in effect, this one, gives way to another."""
-        pace = replace(self._begun(), changes=self.changes + 1, failures=self.failures)
+        paid = bool(self.before) and self.settled > _SOON
+        failures = max(0, self.failures - paid)
+        pace = replace(self._begun(), changes=self.changes + 1, failures=failures)
         if self.settled < _SETTLED:
             return replace(
                 pace,
@@ -121,9 +143,13 @@ class Pace:
             return self.early_s / self.early > self.before_s * (
                 1 + _FAR + _ERRORS * self.spread(noise)
             )
-        error = self.spread(noise) * math.sqrt(1 / self.settled + 1 / self.before_settled)
-        return self.settled_s > self.before_s * (1 + max(_SURE, _ERRORS * error))
+        return self.settled_s > self.before_s * (1 + max(_SURE, _ERRORS * self.error(noise)))
 
     def _begun(self) -> "Pace":
         """Return what is known before the first step with another split."""
-        return Pace(cost_s=self.cost_s, squares=self.squares, scattered=self.scattered)
+        return Pace(
+            cost_s=self.cost_s,
+            squares=self.squares,
+            products=self.products,
+            scattered=self.scattered,
+        )
