@@ -64,6 +64,21 @@ def test_a_change_that_paid_makes_up_for_one_that_failed() -> None:
     assert again.changed((6, 4)).failures == 2
 
 
+def test_steps_that_stay_long_after_going_back_are_no_fault_of_the_split() -> None:
+    pace = Pace()
+    for _ in range(20):
+        pace = pace.stepped(1.0, QUIET)
+    pace = pace.changed((5, 5))
+    while not pace.failed(QUIET):
+        pace = pace.stepped(4.0, QUIET)
+    back = pace.went_back()
+    calm = back.stepped(1.0, QUIET).stepped(1.0, QUIET)
+    assert not calm.mistaken(QUIET)
+    still = back.stepped(4.0, QUIET).stepped(4.0, QUIET)
+    assert still.mistaken(QUIET)
+    assert still.renewed().failures == 0
+
+
 def test_steps_that_take_no_time_are_no_error() -> None:
     pace = Pace()
     for _ in range(10):

@@ -392,6 +392,24 @@ def test_a_slowdown_of_one_worker_is_answered_within_ten_steps() -> None:
         assert any("the speed of worker 1 changed" in why for why in answers)
 
 
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_slowdown_while_the_split_changes_is_answered_too(worker: int) -> None:
+    """Neither the line nor the new split is taken for the reason."""
+    model = by_cores(CORES[8])
+    slower = slowed(model, [4 if each == worker else 1 for each in range(4)])
+    for at in range(4, 16):
+        course = simulate(
+            Auto(),
+            partial(lambda at, step: model if step < at else slower, at),
+            global_batch=GLOBAL,
+            steps=at + 30,
+            noise=Noise(cv=0.1),
+            seed=at,
+        )
+        excess = course.step_s / course.best_s - 1
+        assert excess[at + 20 :].max() < 0.3, at
+
+
 def test_a_small_slowdown_of_a_long_settled_cluster_is_answered_as_soon_as_it_is_known() -> None:
     model = by_cores(CORES[2])
     slower = slowed(model, [1, 1.2, 1, 1])

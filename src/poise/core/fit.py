@@ -53,6 +53,8 @@ FEWEST = 4
 """In so many an alarm can be reached by a worker that seemed to change a little before."""
 MOVED = 0.02
 """Another local batch is one that differs by more than this part."""
+BENT = 0.3
+"""And the logarithm of a time may be off by so much where no line fits."""
 TRIM = 2.0
 """Standard errors from which a window's mean overrules the line."""
 
@@ -74,7 +76,10 @@ class Fit:
     split: Split
     """The split of the window: the steps since it last changed."""
     moved: Floats
-    """1 for workers whose local batch is another one than in the window before, else 0."""
+    """How much larger each worker's local batch is than in the window before, as the logarithm of
+    their ratio; 0: it is the same one."""
+    level_before: Floats
+    """The mean of that window, in the last bucket; 0: there was none."""
     seen: Floats
     """Observations of each worker in the window."""
     mean_y: Floats
@@ -111,6 +116,7 @@ class Fit:
             pool_xy=per_bucket,
             split=(),
             moved=per_worker,
+            level_before=per_worker,
             seen=per_worker,
             mean_y=per_bucket,
             deviations=_table(workers, 3),
@@ -286,11 +292,13 @@ class Fit:
         moved = np.zeros(self.workers)
         if split and len(split) == len(self.split):
             before, now = np.array(self.split), np.array(split)
-            moved = (np.abs(now - before) > MOVED * before).astype(np.float64)
+            larger = np.log(np.maximum(now, 0.5) / np.maximum(before, 0.5))
+            moved = np.where(np.abs(now - before) > MOVED * before, larger, 0.0)
         return revised(
             self,
             split=split,
             moved=moved,
+            level_before=np.where(self.seen > 0, self.mean_y[:, -1], 0.0),
             pool=np.asfortranarray(FORGET * (self.pool + np.stack([w, wx, wxx], axis=1))),
             pool_y=FORGET * (self.pool_y + w[:, None] * self.mean_y),
             pool_xy=FORGET * (self.pool_xy + wx[:, None] * self.mean_y),
@@ -343,8 +351,7 @@ class Fit:
             recent=np.asfortranarray(recent),
         )
         excess = np.maximum(gap - np.log(WINSOR), 0.0)
-        # Off from the first step with another local batch on, it is the line that does not fit.
-        misfit = off & (self.moved > 0) & (np.abs(run - self.seen - usable.sum(axis=0)) <= 1)
+        misfit = off & fit._misfit(self.seen + usable.sum(axis=0))
         if misfit.any():
             fit = fit._moved_off(np.flatnonzero(misfit))
         alarms = np.flatnonzero(off & ~misfit)
@@ -353,6 +360,23 @@ class Fit:
             fit = fit.rescaled(alarms, factors)
             excess[:, alarms] = np.maximum(gap[:, alarms] - np.log(factors * WINSOR), 0.0)
         return fit, np.exp(excess), alarms
+
+    def _misfit(self, seen: Floats) -> Flags:
+        """Whether it is the line that does not fit, and not the speed that changed.
+
+        It is if times lie off from the first step with another local batch on, and are as long as
+        they may be: more samples take longer, and at most as much longer as they are more.
+        """
+        new: Flags = (self.moved != 0) & (self.level_before > 0) & (np.abs(self.run - seen) <= 1)
+        if not new.any():
+            return new
+        fixed, slope = self._lines(slice(-1, None))
+        level = (fixed + slope * self._window_x[:, None])[:, 0]
+        level = level * self._recent_changes(np.arange(self.workers))
+        grown = np.log(level / np.where(new, self.level_before, 1.0))
+        least, most = np.minimum(self.moved, 0.0), np.maximum(self.moved, 0.0)
+        misfit: Flags = new & (grown > least - BENT) & (grown < most + BENT)
+        return misfit
 
     def _cleared(self, workers: Flags) -> "Fit":
         """Begin to watch some workers anew."""
@@ -552,6 +576,7 @@ _PER_WORKER = (
     "pool_y",
     "pool_xy",
     "moved",
+    "level_before",
     "seen",
     "mean_y",
     "deviations",

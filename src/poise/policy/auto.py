@@ -103,9 +103,12 @@ class Auto:
             return decision, state
         limits = self._limits(state)
         forced = bool((np.array(state.split) > limits.high).any())
-        if not forced and state.pace.failed(float(state.fit.noise.max())):
+        noise = float(state.fit.noise.max())
+        if not forced and state.pace.failed(noise):
             if (np.array(state.pace.before) <= limits.high).all():
                 return _went_back(state)
+            state = revised(state, pace=state.pace.renewed())
+        if state.pace.mistaken(noise):
             state = revised(state, pace=state.pace.renewed())
         if state.fit.suspected and not state.alarmed:
             return decision, state  # half of the evidence points both ways: wait for the rest

@@ -47,7 +47,8 @@ class Pace:
     before: Split = ()
     before_settled: int = 0
     before_s: float = 0.0
-    """The split before the last change, number and mean of its steps; empty: not to go back to."""
+    """The split before the last change, number and mean of its steps; empty: not to go back to,
+    or the one that it went back to."""
     squares: float = 0.0
     products: float = 0.0
     scattered: float = 0.0
@@ -111,6 +112,8 @@ class Pace:
         paid = bool(self.before) and self.settled > _SOON
         failures = max(0, self.failures - paid)
         pace = replace(self._begun(), changes=self.changes + 1, failures=failures)
+        if self.settled < _SETTLED and not self.before:
+            return pace
         if self.settled < _SETTLED:
             return replace(
                 pace,
@@ -129,20 +132,33 @@ class Pace:
 
     def went_back(self) -> "Pace":
         """The split in effect gives way to the one before, since it made steps longer."""
-        return replace(self._begun(), changes=self.changes + 1, failures=self.failures + 1)
+        return replace(
+            self._begun(),
+            changes=self.changes + 1,
+            failures=self.failures + 1,
+            before_settled=self.before_settled,
+            before_s=self.before_s,
+        )
 
     def renewed(self) -> "Pace":
         """A worker's speed changed: what was seen before says nothing any more."""
         return self._begun()
 
     def failed(self, noise: float) -> bool:
-        """Whether steps were shorter before the last change; the first ones must be far longer."""
-        if not self.before or self.early < _EARLY or self.settled > _SOON:
+        """Whether steps were shorter before the last change."""
+        return bool(self.before) and self._longer(noise)
+
+    def mistaken(self, noise: float) -> bool:
+        """Whether steps stay long with the split that it went back to: that one was not why."""
+        return not self.before and self.before_settled > 0 and self._longer(noise)
+
+    def _longer(self, noise: float) -> bool:
+        """Whether steps are longer than before; the first ones must be so by far."""
+        if self.early < _EARLY or self.settled > _SOON:
             return False
         if self.settled < _SETTLED:
-            return self.early_s / self.early > self.before_s * (
-                1 + _FAR + _ERRORS * self.spread(noise)
-            )
+            far = 1 + _FAR + _ERRORS * self.spread(noise)
+            return self.early_s > self.early * self.before_s * far
         return self.settled_s > self.before_s * (1 + max(_SURE, _ERRORS * self.error(noise)))
 
     def _begun(self) -> "Pace":
