@@ -190,6 +190,7 @@ def test_the_demo_takes_fashion_where_it_is_installed(tmp_path: Path) -> None:
     assert found.test[1].tolist() == [label % 10 for label in range(40)]
 
 
+@pytest.mark.slow
 def test_doctor_reports_versions_and_the_speed_of_the_all_reduce() -> None:
     result = poise("doctor")
     assert result.returncode == 0, result.stderr

@@ -118,6 +118,7 @@ def join_without_worker_1() -> None:
         Balancer(3, hang_s=3.0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_joins_is_reported_after_the_limit(workers: Workers) -> None:
     outcomes = workers.attempt(join_without_worker_1, workers=3)
     for worker in (0, 2):
@@ -182,6 +183,7 @@ def test_the_death_of_the_worker_that_hosts_the_store_is_named(tmp_path: Path) -
         assert "died at step 7" in err
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_early_is_named(tmp_path: Path) -> None:
     results = run_script(tmp_path, "break")
     assert results[1][0] == 0

@@ -194,6 +194,7 @@ def train_hungry(limited: int) -> tuple[Weights, list[str]]:
         return weights(shared), [str(w.message) for w in caught]
 
 
+@pytest.mark.slow
 def test_an_allocation_that_fails_is_met_by_smaller_parts(workers: Workers) -> None:
     unlimited = workers.run(train_hungry, -1, workers=2)
     limited = workers.run(train_hungry, 1, workers=2)
