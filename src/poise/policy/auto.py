@@ -60,8 +60,8 @@ class Auto:
     patience: int = 10
     """Steps to see before a split is tried for what it teaches."""
     watchful: int = 40
-    """In so many steps with a split each is a reason to judge it, and of later ones, unless a
-    speed changed, one of as many as patience says."""
+    """For so many steps a split is judged in each of them; later only after as many as patience
+    says, or when a speed changed."""
     careful_gain: float = 0.1
     """From this gain on a split goes no further than the fit is sure of."""
     free_changes: int = 3

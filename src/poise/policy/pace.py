@@ -47,8 +47,8 @@ class Pace:
     before: Split = ()
     before_settled: int = 0
     before_s: float = 0.0
-    """The split before the last change, number and mean of its steps; empty: not to go back to,
-    or the one that it went back to."""
+    """The split before the last change, and number and mean of its steps. Without a split it is
+    not to go back to: nothing is known of it, or it is the one in effect again."""
     squares: float = 0.0
     products: float = 0.0
     scattered: float = 0.0
