@@ -261,16 +261,21 @@ def _slowdown_figure(name: str, results: Results) -> Figure:
 
 
 def _walk_figure(cluster: Cluster, results: Results) -> Figure:
+    return Figure("walk: auto / oracle", _walked(cluster, results, "auto"), "at most", WALK_BAR)
+
+
+def _walked(cluster: Cluster, results: Results, policy: str) -> float:
+    """Return the whole time of a policy over that of the better oracle of each part."""
     part = cluster.settings.steps
     candidates = [runs for label, runs in results.items() if label.startswith("oracle")]
     ratios = []
-    for number, mine in enumerate(results["auto"]):
+    for number, mine in enumerate(results[policy]):
         best_s = sum(
             min(sum(runs[number].step_s[at : at + part]) for runs in candidates)
             for at in range(0, len(mine.step_s), part)
         )
         ratios.append(sum(mine.step_s) / best_s)
-    return Figure("walk: auto / oracle", statistics.median(ratios), "at most", WALK_BAR)
+    return statistics.median(ratios)
 
 
 def _fixed(results: Results) -> list[list[Trained]]:
@@ -300,7 +305,11 @@ def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) ->
 
 def notes(cluster: Cluster, results: Results) -> dict[str, str]:
     """Return what helps to read the figures."""
-    if cluster.name in ("walk", "link"):
+    if cluster.name == "walk":
+        others = [name for name in _OTHERS if name in results]
+        ratios = (f"{name} {_walked(cluster, results, name):.3f}" for name in others)
+        return {"walk: others / oracle": ", ".join(ratios)}
+    if cluster.name == "link":
         return {}
     changes = [each.change for runs in _fixed(results) for each in runs]
     text = f"{statistics.mean(changes):.1%} from 12 steps to the next 12, mean"

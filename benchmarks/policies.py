@@ -137,12 +137,12 @@ def windows(seeds: int, *, own: bool) -> list[float]:
 
 def changes_on_equal_workers(seeds: int) -> str:
     """Return how often auto leaves a split in 200 steps, where none is better than the first."""
-    found = {}
+    equal, found = by_cores(CORES[1]), []
     for label, correlation in (("noise", 0.0), ("lasting noise", 0.6)):
         courses = [
             simulate(
                 Auto(),
-                lambda _: by_cores(CORES[1]),
+                lambda _: equal,
                 global_batch=GLOBAL_BATCH,
                 steps=200,
                 noise=Noise(cv=0.1, correlation=correlation),
@@ -152,8 +152,8 @@ def changes_on_equal_workers(seeds: int) -> str:
         ]
         regret = np.mean([course.regret for course in courses])
         changes = np.mean([len(course.plans) for course in courses])
-        found[label] = f"{label} of 10 %: {changes:.1f} on average, regret {regret:.1%}"
-    return "; ".join(found.values())
+        found.append(f"{label} of 10 %: {changes:.1f} on average, regret {regret:.1%}")
+    return "; ".join(found)
 
 
 def windows_of(truth: SpeedModel, seed: int, most: int) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from poise.core.observation import Change, Event, Observation
 from poise.core.split import Split, even_split, optimal_split
-from poise.core.timing import SpeedModel
+from poise.core.timing import Floats, SpeedModel
 from poise.engine.adaptation import Adaptation
 from poise.engine.bsp import Engine
 from poise.errors import InfeasibleSplit, InvalidSetting, StateMismatch
@@ -473,6 +473,12 @@ def test_communication_is_part_of_the_best_split() -> None:
     assert course.step_s[-1] / course.best_s[-1] < 1.03
 
 
+def with_memory(seen: Observation, limit_bytes: Floats) -> Observation:
+    """Return a step in which each sample takes 200 MB, and the rest 1 GB."""
+    peak_bytes = 1e9 + 2e8 * seen.batches
+    return replace(seen, memory_bytes=peak_bytes, memory_limit_bytes=limit_bytes)
+
+
 def test_auto_never_grows_a_batch_beyond_its_memory() -> None:
     """Worker 0 is fastest and has memory for 70 samples at most, with the margin for 62."""
     model = by_cores((32, 6, 6, 4))
@@ -480,9 +486,7 @@ def test_auto_never_grows_a_batch_beyond_its_memory() -> None:
     for step in range(60):
         split = timetable.at(step).split
         seen = observe(model, step, 0, split, np.ones(4))
-        peak = 1e9 + 2e8 * np.array(split, dtype=float)
-        limit = np.array([15e9, 1e12, 1e12, 1e12])
-        seen = replace(seen, memory_bytes=peak, memory_limit_bytes=limit)
+        seen = with_memory(seen, np.array([15e9, 1e12, 1e12, 1e12]))
         plan, engine = engine.update([seen], step + 2)
         timetable = timetable if plan is None else timetable.announce(plan)
         assert 1e9 + 2e8 * split[0] <= 15e9 * 0.9 + 1
@@ -499,8 +503,7 @@ def test_a_long_settled_split_that_comes_too_close_to_the_memory_changes_at_once
         split = timetable.at(step).split
         seen = observe(model, step, 0, split, np.ones(4))
         limit_bytes = 1e12 if step < 104 else 15e9  # another program takes the rest
-        peak, limit = 1e9 + 2e8 * np.array(split, dtype=float), np.full(4, limit_bytes)
-        seen = replace(seen, memory_bytes=peak, memory_limit_bytes=limit)
+        seen = with_memory(seen, np.full(4, limit_bytes))
         plan, engine = engine.update([seen], step + 2)
         timetable = timetable if plan is None else timetable.announce(plan)
     assert plan is not None

@@ -260,13 +260,11 @@ class Fit:
         first_s, pool = self.first_s.copy(order="F"), self.pool.copy(order="F")
         pool_y, pool_xy = self.pool_y.copy(order="F"), self.pool_xy.copy(order="F")
         seen, mean_y = self.seen.copy(), self.mean_y.copy(order="F")
-        fixed, slope = self._lines()
-        x = self._window_x
         changed = np.isin(np.arange(self.workers), workers)
         first_s[workers] *= factors[:, None]
         for sums in (pool, pool_y, pool_xy):
             sums[workers] *= DOUBT
-        mean_y[workers] = (fixed + slope * x[:, None])[workers]
+        mean_y[workers] = self._levels()[workers]
         seen[workers] = np.minimum(self.run[workers], RECENT)
         changed_by = self.changed_by.copy()
         changed_by[workers] = factors
@@ -351,32 +349,31 @@ class Fit:
             recent=np.asfortranarray(recent),
         )
         excess = np.maximum(gap - np.log(WINSOR), 0.0)
-        misfit = off & fit._misfit(self.seen + usable.sum(axis=0))
-        if misfit.any():
-            fit = fit._moved_off(np.flatnonzero(misfit))
-        alarms = np.flatnonzero(off & ~misfit)
+        misfits = fit._misfits(off, self.seen + usable.sum(axis=0))
+        if misfits.size:
+            fit = fit._moved_off(misfits)
+            off[misfits] = False
+        alarms = np.flatnonzero(off)
         if alarms.size:
             factors = fit._recent_changes(alarms)
             fit = fit.rescaled(alarms, factors)
             excess[:, alarms] = np.maximum(gap[:, alarms] - np.log(factors * WINSOR), 0.0)
         return fit, np.exp(excess), alarms
 
-    def _misfit(self, seen: Floats) -> Flags:
-        """Whether it is the line that does not fit, and not the speed that changed.
+    def _misfits(self, off: Flags, seen: Floats) -> Ints:
+        """Return the workers that are off because their line does not fit, at the same speed.
 
-        It is if times lie off from the first step with another local batch on, and are as long as
+        Their times lie off from the first step with another local batch on, and are as long as
         they may be: more samples take longer, and at most as much longer as they are more.
         """
-        new: Flags = (self.moved != 0) & (self.level_before > 0) & (np.abs(self.run - seen) <= 1)
-        if not new.any():
-            return new
-        fixed, slope = self._lines(slice(-1, None))
-        level = (fixed + slope * self._window_x[:, None])[:, 0]
-        level = level * self._recent_changes(np.arange(self.workers))
-        grown = np.log(level / np.where(new, self.level_before, 1.0))
-        least, most = np.minimum(self.moved, 0.0), np.maximum(self.moved, 0.0)
-        misfit: Flags = new & (grown > least - BENT) & (grown < most + BENT)
-        return misfit
+        new = (self.moved != 0) & (self.level_before > 0) & (np.abs(self.run - seen) <= 1)
+        workers = np.flatnonzero(off & new)
+        if not workers.size:
+            return workers
+        level = self._levels()[workers, -1] * self._recent_changes(workers)
+        grown, moved = np.log(level / self.level_before[workers]), self.moved[workers]
+        explained = (grown > np.minimum(moved, 0) - BENT) & (grown < np.maximum(moved, 0) + BENT)
+        return np.asarray(workers[explained])
 
     def _cleared(self, workers: Flags) -> "Fit":
         """Begin to watch some workers anew."""
@@ -389,10 +386,8 @@ class Fit:
 
     def _moved_off(self, workers: Ints) -> "Fit":
         """Return the fit where windows of some workers lie off their lines, which stay."""
-        fixed, slope = self._lines()
-        level = (fixed + slope * self._window_x[:, None])[workers]
         seen, mean_y = self.seen.copy(), self.mean_y.copy(order="F")
-        mean_y[workers] = level * self._recent_changes(workers)[:, None]
+        mean_y[workers] = self._levels()[workers] * self._recent_changes(workers)[:, None]
         seen[workers] = FEWEST
         changed = np.isin(np.arange(self.workers), workers)
         return revised(self._cleared(changed), seen=seen, mean_y=mean_y)
@@ -526,6 +521,11 @@ class Fit:
             np.maximum(slope, LEAST_SLOPE, out=slope)
             np.maximum(fixed, 0.0, out=fixed)
         return fixed, slope
+
+    def _levels(self) -> Floats:
+        """Return what the lines say of the window's local batches, workers x buckets."""
+        fixed, slope = self._lines()
+        return fixed + slope * self._window_x[:, None]
 
     def _variance(self, x: Floats) -> Floats:
         """Return the posterior variance of y at x."""

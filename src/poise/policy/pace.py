@@ -104,30 +104,30 @@ class Pace:
         doubt = _FIRST * self.spread(noise) ** 2
         correlation = min(max(self.products / (self.squares + doubt), 0.0), _MOST_CORRELATION)
         lasting = (1 + correlation) / (1 - correlation)
-        fewer = 1 / self.settled + 1 / self.before_settled
-        return self.spread(noise) * math.sqrt(lasting * fewer)
+        of_means = 1 / self.settled + 1 / self.before_settled
+        return self.spread(noise) * math.sqrt(lasting * of_means)
 
     def changed(self, split: Split) -> "Pace":
         """The split in effect, this one, gives way to another."""
         paid = bool(self.before) and self.settled > _SOON
         failures = max(0, self.failures - paid)
         pace = replace(self._begun(), changes=self.changes + 1, failures=failures)
-        if self.settled < _SETTLED and not self.before:
-            return pace
-        if self.settled < _SETTLED:
+        if self.settled >= _SETTLED:
+            excess = max(0.0, self.early_s - self.early * self.settled_s)
             return replace(
                 pace,
-                before=self.before,
-                before_settled=self.before_settled,
-                before_s=self.before_s,
+                cost_s=self.cost_s + 0.3 * (excess - self.cost_s),
+                before=split,
+                before_settled=self.settled,
+                before_s=self.settled_s,
             )
-        excess = max(0.0, self.early_s - self.early * self.settled_s)
+        if not self.before:
+            return pace
         return replace(
             pace,
-            cost_s=self.cost_s + 0.3 * (excess - self.cost_s),
-            before=split,
-            before_settled=self.settled,
-            before_s=self.settled_s,
+            before=self.before,
+            before_settled=self.before_settled,
+            before_s=self.before_s,
         )
 
     def went_back(self) -> "Pace":
