@@ -78,10 +78,10 @@ def test_the_same_observations_give_the_same_decisions(tmp_path: Path, policy: P
 
 def test_a_record_of_an_adapting_engine_replays(tmp_path: Path) -> None:
     record = read_record(
-        recorded(tmp_path / "run.jsonl", Auto(), Adaptation(lowest=60, highest=960, rule="sqrt"))
+        recorded(tmp_path / "run.jsonl", Auto(), Adaptation(lowest=60, highest=960, every=10))
     )
     assert record.header.adapt is not None
-    assert record.header.adapt.rule == "sqrt"
+    assert record.header.adapt.every == 10
     assert replay(record) is None
 
 
@@ -139,7 +139,7 @@ def test_rows_are_plain_json_and_hold_only_what_is_known(tmp_path: Path) -> None
 
     path = recorded(tmp_path / "run.jsonl", Auto())
     header, *rows = [json.loads(line, parse_constant=refuse) for line in path.open()]
-    assert (header["format"], header["version"]) == ("poise-record", 1)
+    assert (header["format"], header["version"]) == ("poise-record", 2)
     assert header["policy"]["name"] == "auto"
     assert rows[30]["observation"]["ready_s"][1] == [None]
     assert "memory_bytes" not in rows[0]["observation"]
@@ -171,10 +171,10 @@ def test_a_record_can_be_read_while_it_grows_or_after_a_kill(tmp_path: Path) -> 
         ("[1]\n", "line 1 .* is not a JSON object"),
         ("nonsense\n", "line 1 .* is not JSON"),
         ('{"format":"other"}\n', "so it is no record"),
-        ('{"format":"poise-record","version":9}\n', "version 9, and this Poise reads version 1"),
-        ('{"format":"poise-record","version":1}\n', "line 1 .*needs workers"),
+        ('{"format":"poise-record","version":9}\n', "version 9, and this Poise reads version 2"),
+        ('{"format":"poise-record","version":2}\n', "line 1 .*needs workers"),
         (
-            '{"format":"poise-record","version":1,"workers":2,"global_batch":8}\n{"step":1}\n',
+            '{"format":"poise-record","version":2,"workers":2,"global_batch":8}\n{"step":1}\n',
             "line 2 .*has no step",
         ),
     ],

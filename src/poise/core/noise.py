@@ -21,6 +21,7 @@ batch before it is split.
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -129,6 +130,58 @@ def token_noise_scale(
     samples = total**2 / q.sum()
     trace = (v @ norms - global_sqnorm) / ((1 - v) @ (q / c) / total)
     return NoiseEstimate(float(trace), float(global_sqnorm - trace / samples), float(samples))
+
+
+class GroupSums(NamedTuple):
+    """What a worker adds up over its groups: its local batch, or each part of it.
+
+    Sums of these over workers are all that `summed_noise_scale` needs, so no norm of a single
+    group has to travel.
+
+    >>> GroupSums.of(count=6.0, samples=6, sqnorm=3.0) + GroupSums.of(2.0, 2, 5.0)
+    GroupSums(total=8.0, squares=8.0, ratios=2.0, sqnorms=28.0)
+    """
+
+    total: float = 0.0
+    """sum of c"""
+    squares: float = 0.0
+    """sum of q"""
+    ratios: float = 0.0
+    """sum of q / c"""
+    sqnorms: float = 0.0
+    """sum of c |g|^2"""
+
+    @staticmethod
+    def of(count: float, samples: int, sqnorm: float) -> "GroupSums":
+        """Return those of one group whose samples are taken to count alike: q = c^2 / b.
+
+        Where they do not, as with texts of unequal length, trace and samples of the estimate are
+        both larger by the same factor, and what follows from their ratio is the same.
+        """
+        return GroupSums(count, count**2 / samples, count / samples, count * sqnorm)
+
+    def __add__(self, other: "GroupSums") -> "GroupSums":  # type: ignore[override]
+        return GroupSums(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+def summed_noise_scale(sums: GroupSums, global_sqnorm: float) -> NoiseEstimate | None:
+    """Return the estimate of one step from sums over all its groups; None: it says nothing.
+
+    It says nothing with fewer than two groups, or where a gradient is not finite, as when a loss
+    scale is too large.
+
+    >>> groups = GroupSums.of(6.0, 6, 3.0) + GroupSums.of(2.0, 2, 5.0)
+    >>> summed_noise_scale(groups, 2.75)
+    NoiseEstimate(trace=6.0, grad_sq=2.0, samples=8.0)
+    """
+    if not all(math.isfinite(each) for each in (*sums, global_sqnorm)) or not sums.total > 0:
+        return None
+    samples = sums.total**2 / sums.squares
+    between = sums.ratios / sums.total - 1 / samples
+    if between <= _ROUNDING / samples:
+        return None
+    trace = (sums.sqnorms / sums.total - global_sqnorm) / between
+    return NoiseEstimate(trace, global_sqnorm - trace / samples, samples)
 
 
 @dataclass(frozen=True)

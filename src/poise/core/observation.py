@@ -42,10 +42,13 @@ class Observation:
     """The worker's peak memory in this step."""
     memory_limit_bytes: Floats | None = None
     """The memory it has."""
-    local_sqnorms: Floats | None = None
-    """Squared norms of the workers' own gradients, each the mean over its samples."""
+    group_sums: Floats | None = None
+    """Workers x `poise.core.noise.GroupSums`: norms of the workers' own gradients; a row of NaN on
+    a worker that did not look at them."""
     global_sqnorm: float | None = None
-    """Squared norm of the gradient of the global batch."""
+    """Squared norm of the gradient of the global batch, before clipping."""
+    clipped: bool | None = None
+    """Whether the optimizer got a smaller gradient than that; None: nobody looked."""
 
     @cached_property
     def batches(self) -> Floats:
@@ -114,6 +117,7 @@ _SHAPES = {
     "update_s": 1,
     "memory_bytes": 1,
     "memory_limit_bytes": 1,
+    "group_sums": 2,
 }
 """How many dimensions each measurement has."""
 

@@ -79,8 +79,8 @@ class Plan:
     """Local batches, one per worker."""
     start_step: int = 0
     """The first step that uses this split."""
-    learning_rate_factor: float = 1.0
-    """What the user's learning rate is multiplied by."""
+    gain: float = 1.0
+    """How many steps with the global batch of the start one step is worth, as far as is known."""
     why: str = field(default="", compare=False)
     """One sentence for people."""
     forecast: Forecast | None = field(default=None, compare=False, repr=False)
@@ -148,6 +148,20 @@ class Timetable:
         if place == 0:
             raise LookupError(f"no plan is known for step {step}")
         return self.plans[place - 1]
+
+    def settled_since(self, step: int) -> int:
+        """Return the first step of the split in effect at a step, whatever the gain was.
+
+        >>> Timetable((Plan((2, 2), 0), Plan((1, 3), 7), Plan((1, 3), 9, 1.5))).settled_since(12)
+        7
+        """
+        split, since = self.at(step).split, step
+        for plan in reversed(self.plans):
+            if plan.start_step <= step:
+                if plan.split != split:
+                    break
+                since = plan.start_step
+        return since
 
     def announce(self, plan: Plan) -> "Timetable":
         """Return the timetable with a plan that replaces all later ones."""

@@ -1,25 +1,30 @@
-"""The global batch that learns fastest, and the learning rate that goes with it."""
+"""The global batch that learns fastest, and what a step of it is worth."""
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from poise.core.goodput import best_batch, goodput
-from poise.core.learning_rate import adjustment, gain
-from poise.core.noise import GROUPS, NoiseTrack, noise_scale
+from poise.core.learning_rate import gain, steady_gain
+from poise.core.noise import GroupSums, NoiseTrack, summed_noise_scale
 from poise.core.observation import Observation
 from poise.core.plan import Forecast
 from poise.errors import InvalidSetting
 
+_CLIPPING_MEMORY = 20
+"""Steps looked at of which the share of clipped ones is taken."""
+_NEWS = 0.05
+"""A gain that differs by more than this part is told to all workers."""
+
 
 @dataclass(frozen=True)
 class AdaptationState:
-    """The noise of the gradients so far, and the factor of the learning rate in effect."""
+    """The noise of the gradients so far, and the gain in effect."""
 
     noise: NoiseTrack
-    factor: float = 1.0
+    gain: float = 1.0
     observed: int = 0
     """Steps since the global batch was last thought over."""
+    clipped_share: float = 0.0
+    """Of the steps of late, those whose gradient was clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +36,6 @@ class Adaptation:
 
     lowest: int
     highest: int
-    rule: str = "adascale"
-    """How the learning rate follows: adascale, sqrt, linear, legw or none."""
     least_gain: float = 0.05
     """Part of the goodput that a move must gain."""
     every: int = 20
@@ -46,27 +49,29 @@ class Adaptation:
                 f"the global batch may lie from {self.lowest} to {self.highest}; "
                 "give a range from 1 that rises"
             )
-        adjustment(self.rule, batch=1, start=1, gain=1.0)  # raises if there is no such rule
 
     def start(self, start_batch: int) -> AdaptationState:
         """Return the first state; start_batch is what the learning rate was chosen for."""
+        if not self.lowest <= start_batch <= self.highest:
+            raise InvalidSetting(
+                f"global_batch={start_batch}, for which the learning rate is chosen, is not within "
+                f"the range from {self.lowest} to {self.highest} in which it may move; "
+                "start inside of it"
+            )
         return AdaptationState(NoiseTrack(memory_samples=float(self.memory * start_batch)))
 
     def learn(self, state: AdaptationState, observation: Observation) -> AdaptationState:
-        """Take the norms of a step in, if they can be used.
-
-        They cannot where fewer than two workers have samples, or where a gradient is not finite,
-        as when a loss scale is too large.
-        """
+        """Take the norms of a step in, if they can be used."""
         state = replace(state, observed=state.observed + 1)
-        norms, whole = observation.local_sqnorms, observation.global_sqnorm
-        if norms is None or whole is None or not np.isfinite(whole):
+        if observation.clipped is not None:
+            change = (observation.clipped - state.clipped_share) / _CLIPPING_MEMORY
+            state = replace(state, clipped_share=state.clipped_share + change)
+        sums, whole = observation.group_sums, observation.global_sqnorm
+        if sums is None or whole is None:
             return state
         busy = observation.batches > 0
-        if busy.sum() < GROUPS or not np.isfinite(norms[busy]).all():
-            return state
-        found = noise_scale(observation.split, norms, whole)
-        return replace(state, noise=state.noise.update(found))
+        found = summed_noise_scale(GroupSums(*sums[busy].sum(axis=0).tolist()), whole)
+        return state if found is None else replace(state, noise=state.noise.update(found))
 
     def due(self, state: AdaptationState) -> bool:
         """Whether it is time to think the global batch over."""
@@ -74,24 +79,29 @@ class Adaptation:
 
     def choose(
         self, state: AdaptationState, forecast: Forecast | None, batch: int, start: int
-    ) -> tuple[int | None, AdaptationState]:
-        """Return a better global batch, or None to keep the one in effect, and the next state."""
-        state = replace(state, observed=0)
+    ) -> int | None:
+        """Return a better global batch, or None to keep the one in effect."""
         low, high = state.noise.interval()
         scale = state.noise.scale
         if forecast is None or not scale or high is None:
-            return None, state
+            return None
         model, limits = forecast.model, forecast.limits
         best = best_batch(model, limits, scale, start, (self.lowest, self.highest))
         gains = [
             goodput(model, limits, phi, start, best) / goodput(model, limits, phi, start, batch)
             for phi in (low, scale, high)
         ]
-        if min(gains) < 1 + self.least_gain:
-            return None, state
-        return best, replace(state, factor=self._factor(state, best, start))
+        return best if min(gains) >= 1 + self.least_gain else None
 
-    def _factor(self, state: AdaptationState, batch: int, start: int) -> float:
-        """Return what the learning rate is multiplied by at a global batch."""
+    def thought_over(self, state: AdaptationState, batch: int, start: int) -> AdaptationState:
+        """Return the state with the gain that a global batch has now, if that is news.
+
+        The gain lies between 1 and batch / start, also one that is kept from another global
+        batch since gradients are clipped too often for a new one to be known.
+        """
+        ends = sorted((1.0, batch / start))
         known = gain(state.noise.trace, state.noise.grad_sq, batch, start)
-        return adjustment(self.rule, batch=batch, start=start, gain=known).factor
+        new = min(max(steady_gain(state.gain, known, state.clipped_share), ends[0]), ends[1])
+        if abs(new - state.gain) <= _NEWS * state.gain and ends[0] <= state.gain <= ends[1]:
+            new = state.gain
+        return replace(state, gain=new, observed=0)

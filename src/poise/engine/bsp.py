@@ -1,14 +1,14 @@
 """The engine of synchronous training: from what happened to plans with a start step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from poise.core.observation import Change, Event, Observation
 from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
-from poise.core.split import check_split
+from poise.core.split import Split, check_split
 from poise.engine.adaptation import Adaptation, AdaptationState
 from poise.errors import InvalidSetting, StateMismatch
 from poise.policy import Decision, Forecasting, Policy
@@ -28,6 +28,19 @@ class Engine:
     state: Any = None
     """The policy's."""
     adapted: AdaptationState | None = None
+    split: Split = ()
+    """The split decided last; it may not have started yet."""
+
+    @property
+    def gain(self) -> float:
+        """How many steps of the start's global batch one step is worth."""
+        return 1.0 if self.adapted is None else self.adapted.gain
+
+    def nearest(self, global_batch: int) -> int:
+        """Return the global batch nearest to that which this engine may choose."""
+        if self.adapt is None:
+            return self.global_batch
+        return min(max(global_batch, self.adapt.lowest), self.adapt.highest)
 
     def start(self) -> tuple[Timetable, "Engine"]:
         """Return the plans known before the first step, and the engine ready to learn."""
@@ -46,7 +59,13 @@ class Engine:
             for step in sorted(schedule)
         )
         adapted = None if self.adapt is None else self.adapt.start(self.global_batch)
-        engine = revised(self, start_batch=self.global_batch, state=state, adapted=adapted)
+        engine = revised(
+            self,
+            start_batch=self.global_batch,
+            state=state,
+            adapted=adapted,
+            split=plans[-1].split,
+        )
         return Timetable(plans), engine
 
     def update(self, events: Sequence[Event], start_step: int) -> tuple[Plan | None, "Engine"]:
@@ -60,16 +79,15 @@ class Engine:
         if not seen:
             return None, engine
         decision, engine = engine._decided(seen)
-        batch, engine = engine._another_batch()
-        if batch is not None:
-            engine = revised(engine, global_batch=batch)
-            decision, engine = engine._decided([Change(tuple(range(engine.workers)), batch)])
-        if decision is None:
+        other, engine = engine._thought_over()
+        decision = other or decision
+        if decision is None and engine.gain == self.gain:
             return None, engine
+        if decision is None:
+            decision = Decision(engine.split, f"a step is worth {engine.gain:.2f} of the start's")
         split = check_split(decision.split, engine.workers, engine.global_batch)
-        factor = 1.0 if engine.adapted is None else engine.adapted.factor
-        plan = Plan(split, start_step, factor, why=decision.why, forecast=decision.forecast)
-        return plan, engine
+        plan = Plan(split, start_step, engine.gain, why=decision.why, forecast=decision.forecast)
+        return plan, revised(engine, split=split)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned as plain values that survive JSON."""
@@ -79,22 +97,33 @@ class Engine:
             "start_batch": self.start_batch,
             "policy": to_plain(self.state),
             "adapted": to_plain(self.adapted),
+            "split": list(self.split),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> "Engine":
-        """Return the engine with what another one of the same policy had learned."""
-        if missing := {"workers", "global_batch", "start_batch", "policy", "adapted"} - set(state):
+        """Return the engine with what another one of the same policy had learned.
+
+        Whether the global batch may move is this engine's own to say, and so is the global batch
+        of the start, for which the learning rate is chosen.
+        """
+        if missing := set(self.state_dict()) - set(state):
             raise StateMismatch(
                 f"this is not the state of an engine: it lacks {sorted(missing)}; load another one"
             )
-        adapted = state["adapted"]
+        start_batch = self.start_batch or state["start_batch"]
+        adapted = None
+        if self.adapt is not None and state["adapted"] is not None:
+            adapted = from_plain(AdaptationState, state["adapted"])
+        elif self.adapt is not None:
+            adapted = self.adapt.start(start_batch)
         return revised(
             self,
             workers=state["workers"],
             global_batch=state["global_batch"],
-            start_batch=state["start_batch"],
+            start_batch=start_batch,
             state=from_plain(self.policy.state_type, state["policy"]),
-            adapted=None if adapted is None else from_plain(AdaptationState, adapted),
+            adapted=adapted,
+            split=tuple(state["split"]),
         )
 
     def _taken_in(self, events: Sequence[Event]) -> tuple["Engine", list[Event]]:
@@ -122,15 +151,23 @@ class Engine:
         decision, state = self.policy.update(self.state, events)
         return decision, revised(self, state=state)
 
-    def _another_batch(self) -> tuple[int | None, "Engine"]:
-        """Return a global batch that learns faster, if there is one."""
+    def _thought_over(self) -> tuple[Decision | None, "Engine"]:
+        """Return a split of a global batch that learns faster, if it is time and there is one."""
         if self.adapt is None or self.adapted is None or not self.adapt.due(self.adapted):
             return None, self
         assert isinstance(self.policy, Forecasting)
-        batch, adapted = self.adapt.choose(
-            self.adapted, self.policy.forecast(self.state), self.global_batch, self.start_batch
-        )
-        return batch, revised(self, adapted=adapted)
+        before, start = self.global_batch, self.start_batch
+        batch = self.adapt.choose(self.adapted, self.policy.forecast(self.state), before, start)
+        decision, engine = None, self
+        if batch is not None:
+            engine = revised(self, global_batch=batch)
+            decision, engine = engine._decided([Change(tuple(range(self.workers)), batch)])
+            assert decision is not None
+            scale = self.adapted.noise.scale
+            why = f"the noise scale is {scale:.0f}: {before} samples a step become {batch}"
+            decision = replace(decision, why=why)
+        adapted = self.adapt.thought_over(self.adapted, engine.global_batch, start)
+        return decision, revised(engine, adapted=adapted)
 
 
 def _check(observation: Observation, workers: int) -> None:

@@ -17,6 +17,8 @@ class Progress:
     """Steps consumed so far, over the whole training."""
     samples: int = 0
     """Samples consumed so far, over the whole training."""
+    effective_samples: float = 0.0
+    """The same, each counted by what it teaches: in gain times the global batch of the start."""
     skipped: int = 0
     """Steps whose gradient the optimizer never used."""
     batch: Batch | None = None
@@ -49,10 +51,11 @@ class Progress:
             )
         return self.batch
 
-    def reduced(self) -> "Progress":
+    def reduced(self, efficiency: float = 1.0) -> "Progress":
         """The reduction of the batch under way is complete: its samples are consumed.
 
-        A second backward on the same batch consumes nothing more.
+        A second backward on the same batch consumes nothing more. The efficiency says what a
+        sample teaches, compared with one of a global batch of the start's size.
         """
         batch = self.batch_to_reduce()
         if batch.step < self.step:
@@ -62,6 +65,7 @@ class Progress:
             position=batch.stop,
             step=batch.step + 1,
             samples=self.samples + batch.count,
+            effective_samples=self.effective_samples + batch.count * efficiency,
             unreduced=0,
             unapplied=True,
         )

@@ -37,7 +37,9 @@ class Recorder:
             else:
                 self._write(Row(start_step, observation=event, decision=decision, more=more))
 
-    def resume(self, engine: Engine, change: Change, start_step: int, plan: Plan | None) -> None:
+    def resume(
+        self, engine: Engine, change: Change | None, start_step: int, plan: Plan | None
+    ) -> None:
         """Add that training goes on with what an engine knows, and its plan for these workers."""
         decision = None if plan is None else Decided.of(plan)
         loaded = json.dumps(engine.state_dict())

@@ -49,10 +49,12 @@ def replay(record: Record, policy: Policy | None = None) -> Difference | None:
     together: list[Event] = []
     for number, row in enumerate(record.rows):
         event = row.observation or row.change
-        if event is None:
-            raise InvalidSetting(f"row {number} of the record holds neither a step nor a change")
         if row.loaded is not None:
             engine = engine.load_state_dict(json.loads(row.loaded))
+            if event is None:
+                continue
+        if event is None:
+            raise InvalidSetting(f"row {number} of the record holds neither a step nor a change")
         together.append(event)
         if row.more:
             continue

@@ -11,7 +11,7 @@ from poise.policy import Policy
 from poise.policy.naming import PolicyName, named
 
 FORMAT = "poise-record"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Decided:
 
     split: Split
     start_step: int
-    learning_rate_factor: float
+    gain: float
     why: str
 
     @staticmethod
     def of(plan: Plan) -> "Decided":
         """Return a plan's decision."""
-        return Decided(plan.split, plan.start_step, plan.learning_rate_factor, plan.why)
+        return Decided(plan.split, plan.start_step, plan.gain, plan.why)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Row:
     observation: Observation | None = None
     change: Change | None = None
     loaded: str | None = None
-    """The engine's saved state, as JSON, from which a resumed training goes on; with a change."""
+    """The engine's saved state, as JSON, from which a resumed training goes on; with a change if
+    the workers are others, and else with what was decided before."""
     decision: Decided | None = None
     more: bool | None = None
     """Whether the next row was known too when the decision was made, which then stands there."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from poise.core.noise import NoiseTrack
 from poise.core.order import check_seed
 from poise.core.plan import Plan
 from poise.engine.bsp import Engine
@@ -29,6 +30,7 @@ from poise.torch.checks import (
     check_loader,
     check_models,
     check_optimizers,
+    check_range,
     is_stream,
     length_of,
     model_facts,
@@ -46,11 +48,19 @@ from poise.torch.memory import Guard, memory_of
 from poise.torch.meter import Meter
 from poise.torch.micro import MicroBatches, Part
 from poise.torch.module import SharedModule, check_options
+from poise.torch.norms import Norms
 from poise.torch.orders import Orders, orders_of
+from poise.torch.rates import Rates
 from poise.torch.reduction import InnerHook
 from poise.torch.run import Run
 from poise.torch.saved import Saved, load_place, saved_place
-from poise.torch.settings import check_functions, check_settings, checked_policy, most_samples
+from poise.torch.settings import (
+    check_functions,
+    check_settings,
+    checked_adaptation,
+    checked_policy,
+    most_samples,
+)
 from poise.torch.slicing import Slicer
 from poise.torch.stream import EvaluationPace, StreamLoader, TrainingPace
 
@@ -70,6 +80,9 @@ class Balancer:
         global_batch: int,
         *,
         policy: str | Policy = "auto",
+        adapt: tuple[int, int] | None = None,
+        rate: str | None = None,
+        scaler: Any = None,
         seed: int = 0,
         count: CountFunction | None = None,
         micro_batch: int | Sequence[int | None] | None = None,
@@ -83,10 +96,16 @@ class Balancer:
         """Join the process group that exists, or torchrun's, or train alone.
 
         Args:
-            global_batch: samples per step, over all workers.
+            global_batch: samples per step, over all workers; with adapt, at the start.
             policy: how samples are split. "auto" learns each worker's speed while training and
                 finds the fastest split; others are "even", "proportional", "lbbsp", "optperf",
                 `Fixed([...])`, `Fixed({step: [...]})`, `Static([...])`, or an object of your own.
+            adapt: the lowest and highest global batch. Within them it follows the gradient noise,
+                and the learning rate, which is chosen for global_batch, follows it. None: the
+                global batch stays, and the learning rate is the optimizer's.
+            rate: how the learning rate follows: "adascale", "sqrt", "linear", "legw" or "none";
+                None: "sqrt" for optimizers of Adam's kind, "adascale" for others.
+            scaler: the GradScaler, if losses are scaled; used with adapt.
             seed: chooses the order of samples and their augmentation, together with the epoch.
             count: a function of a batch that returns what its mean loss is divided by, such as
                 the number of tokens; None: the number of samples.
@@ -106,6 +125,9 @@ class Balancer:
         """
         check_settings(global_batch, idle, hang_s)
         check_functions(count=count, slicer=slicer)
+        self._adapt = checked_adaptation(adapt, rate, scaler)
+        self._rule = rate
+        self._scaler = scaler
         check_seed(seed)
         check_options(ddp or {})
         self._inner = InnerHook.of(comm_hook)
@@ -123,13 +145,15 @@ class Balancer:
         self._orders: Orders | None = None
         self._loader: ShareLoader | StreamLoader | None = None
         self._optimizer_hooks: list[RemovableHandle] = []
+        self._rates: list[Rates] = []
+        """One for each optimizer, if the global batch may move."""
         self._recorded = record is not None
         self._recorder: Recorder | None = None
         self._exchange: Exchange | None = None
         self._kinds: list[str] = []
         """The kinds of all workers' devices."""
         atexit.register(self._at_exit)
-        engine = Engine(self._policy, self._cluster.workers, global_batch)
+        engine = Engine(self._policy, self._cluster.workers, global_batch, self._adapt)
         try:
             self._most_samples = most_samples(micro_batch, self.worker, self.workers)
             timetable, self._engine = engine.start()
@@ -140,7 +164,14 @@ class Balancer:
             raise
         self._first_plans = timetable
         counts = Counts(self._cluster, self._liveness, count)
-        self._run = Run(self._cluster, self._liveness, timetable, timetable.at(0), counts)
+        self._run = Run(
+            self._cluster,
+            self._liveness,
+            timetable,
+            timetable.at(0),
+            counts,
+            start_batch=global_batch,
+        )
 
     @property
     def worker(self) -> int:
@@ -165,6 +196,26 @@ class Balancer:
     def samples(self) -> int:
         """Samples consumed so far, over the whole training and all workers."""
         return self._run.progress.samples
+
+    @property
+    def effective_samples(self) -> float:
+        """The same, each counted by what it teaches compared with one at the start.
+
+        It grows by gain times the global batch of the start in every step; without adapt it
+        equals samples.
+        """
+        return self._run.progress.effective_samples
+
+    @property
+    def noise(self) -> NoiseTrack | None:
+        """What is known of the gradient noise, on worker 0 and with adapt; None elsewhere."""
+        adapted = None if self._exchange is None else self._exchange.engine.adapted
+        return None if adapted is None or self.worker else adapted.noise
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """What the last step's learning rate was multiplied by, in the first parameter group."""
+        return self._rates[0].factor if self._rates else 1.0
 
     @property
     def skipped(self) -> int:
@@ -211,6 +262,11 @@ class Balancer:
                 "comm_hook has a state, which remembers buckets by their number, and would mix "
                 "those of several models; use a hook without a state, or one model"
             )
+        if self._adapt is not None and len(models) > 1:
+            raise InvalidSetting(
+                "adapt measures the noise of one gradient, and several models have several; "
+                "leave adapt out, or train them as one module"
+            )
         check_optimizers(optimizers, models)
         check_loader(loader)
         orders = self._orders_of(loader)
@@ -233,6 +289,8 @@ class Balancer:
         )
         for each in optimizers:
             self._optimizer_hooks.append(each.register_step_post_hook(self._after_optimizer_step))
+            if self._adapt is not None:
+                self._follow(each)
         return (
             self._models if isinstance(model, list | tuple) else self._models[0],
             optimizers if isinstance(optimizer, list | tuple) else optimizer,
@@ -312,6 +370,8 @@ class Balancer:
             **place,
             "policy": self._policy_name,
             "split": list(self._run.plan.split),
+            "gain": self._run.plan.gain,
+            "rates": [each.state_dict() for each in self._rates],
             "kinds": self._kinds,
             "engine": self._exchange.engine.state_dict() if self.worker == 0 else None,
         }
@@ -326,11 +386,14 @@ class Balancer:
         step = self._run.progress.step
         timetable = self._first_plans
         if known is not None and known.split is not None:
-            timetable = timetable.announce(Plan(known.split, step, why="as before the resume"))
+            plan = Plan(known.split, step, known.gain, why="as before the resume")
+            timetable = timetable.announce(plan)
         assert self._exchange is not None
         self._exchange.resume(step, known)
         self._run.timetable = timetable
         self._run.plan = timetable.at(step)
+        for rates, saved in zip(self._rates, state.get("rates") or [], strict=False):
+            rates.load_state_dict(saved)
 
     def close(self) -> None:
         """Wait for the other workers to be done, and free what this Balancer holds.
@@ -388,6 +451,19 @@ class Balancer:
             hook.remove()
         return True
 
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Let an optimizer's learning rates follow the global batch."""
+        rates = Rates(optimizer, self._rule, self._global_batch, lambda: self._run.plan)
+        self._rates.append(rates)
+        self._optimizer_hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
+        self._optimizer_hooks += rates.hooks()
+
+    def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        assert self._run.norms is not None
+        groups = optimizer.param_groups
+        used = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        self._run.norms.used(used)
+
     def _after_optimizer_step(self, *_: Any) -> None:
         if self._run.meter is not None:
             self._run.meter.updated()
@@ -439,6 +515,8 @@ class Balancer:
         orders = orders_of(loader, length_of(loader), self._seed, self._control)
         if loader.drop_last:
             check_epoch(len(orders), self._global_batch)
+        if self._adapt is not None:
+            check_range(len(orders), self._adapt.highest)
         return orders
 
     def _training_loader(
@@ -446,6 +524,14 @@ class Balancer:
     ) -> ShareLoader | StreamLoader:
         self._orders = orders
         meter = self._meter(device, loads_itself=loader.num_workers == 0)
+        if self._adapt is not None:
+            self._run.norms = Norms(
+                clock_of(device),
+                device,
+                worker=self.worker,
+                workers=self.workers,
+                scaler=self._scaler,
+            )
         table = self._control.table([lead(loader), meter.lag], "prepare")
         leads, lags = zip(*table, strict=True)
         self._exchange = exchange = Exchange(
@@ -460,13 +546,7 @@ class Balancer:
         if orders is None:
             pace = TrainingPace(self._run, exchange)
             return StreamLoader(loader, pace, self._control, self._slicer)
-        source = TrainingSource(
-            self._run,
-            exchange,
-            orders,
-            global_batch=self._global_batch,
-            drop_last=loader.drop_last,
-        )
+        source = TrainingSource(self._run, exchange, orders, drop_last=loader.drop_last)
         return self._share_loader(loader, source, self._idle)
 
     def _meter(self, device: torch.device, *, loads_itself: bool) -> Meter:
@@ -491,6 +571,9 @@ class Balancer:
         plans = [(plan.start_step, plan.split) for plan in self._run.timetable.plans]
         facts = {
             "global_batch": self._global_batch,
+            "adapt": self._adapt,
+            "rate": self._rule,
+            "the use of scaler": self._scaler is not None,
             "seed": self._seed,
             "idle": self._idle,
             "the policy": self._policy_name,

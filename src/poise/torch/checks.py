@@ -129,6 +129,15 @@ def check_epoch(length: int, global_batch: int) -> None:
         )
 
 
+def check_range(length: int, highest: int) -> None:
+    """Raise if a global batch could grow beyond an epoch."""
+    if length < highest:
+        raise InvalidSetting(
+            f"adapt=(..., {highest}) lets a global batch have more samples than the data set, "
+            f"which has {length}; give a highest one that an epoch holds several times"
+        )
+
+
 def _check_sampling(loader: DataLoader[Any]) -> None:
     if loader.batch_size is None:
         raise InvalidSetting(

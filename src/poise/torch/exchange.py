@@ -27,6 +27,7 @@ from poise.engine.bsp import Engine
 from poise.errors import Disagreement
 from poise.policy import Forecasting
 from poise.records import Recorder
+from poise.torch import norms
 from poise.torch.learned import Known
 from poise.torch.meter import WIDTH, Meter, observation_of, unmeasured
 from poise.torch.run import Run
@@ -46,7 +47,7 @@ class _Posted:
     reported: tuple[Batch, ...]
     """The batches that the rows are about."""
     message: torch.Tensor
-    """From worker 0: the step; a new plan: its start step or none, factor and split."""
+    """From worker 0: the step; a new plan: its start step or none, gain and split."""
     rows: list[torch.Tensor]
     """On worker 0, of each worker: the step, then what it measured; empty on the others."""
     works: tuple[dist.Work, ...]
@@ -83,7 +84,8 @@ class Exchange:
         self._lag = lag
         """After how many steps every worker knows what it measured."""
         # One worker has nothing to share.
-        self._silent = not recorded and (run.cluster.workers == 1 or not engine.policy.online)
+        learns = engine.policy.online and run.cluster.workers > 1
+        self._silent = not (recorded or learns or engine.adapt is not None)
         self._recorder = recorder
         self._posted: deque[_Posted] = deque()
         self._unreported: deque[Batch] = deque()
@@ -133,11 +135,12 @@ class Exchange:
         self._unreported.clear()
         self._first_step = self._next_step = step
         self._meter.forget()
+        if self._run.norms is not None:
+            self._run.norms.forget()
         if known is not None and self._run.cluster.worker == 0:
-            start_step = step + self._delay
-            self._decided, self.engine = known.engine.update([known.change], start_step)
+            self._decided, self.engine = known.go_on(step + self._delay)
             if self._recorder is not None:
-                self._recorder.resume(known.engine, known.change, start_step, self._decided)
+                self._recorder.resume(known.engine, known.change, step + self._delay, self._decided)
 
     def finish(self) -> None:
         """Write the rest of the record; all workers have posted what they will ever post."""
@@ -159,7 +162,7 @@ class Exchange:
 
     def _is_due(self, step: int) -> bool:
         """Whether all workers post at a step; they all know the plan that holds there."""
-        since = max(self._run.timetable.at(step).start_step, self._first_step)
+        since = max(self._run.timetable.settled_since(step), self._first_step)
         return step - since < SETTLING or step % SELDOM == 0
 
     def _post(self, step: int) -> None:
@@ -171,7 +174,7 @@ class Exchange:
             self._unreported.popleft()
         reported = tuple(over[-SELDOM:])
         cluster = self._run.cluster
-        measured = [self._meter.row(batch.step) for batch in reported]
+        measured = [self._row(batch.step) for batch in reported]
         row = torch.from_numpy(np.concatenate([[float(step)], *measured]))
         receivers = range(cluster.workers if cluster.worker == 0 else 0)
         rows = [torch.full_like(row, torch.nan) for _ in receivers]
@@ -184,6 +187,11 @@ class Exchange:
             )
         self._posted.append(_Posted(step, reported, message, rows, works))
 
+    def _row(self, step: int) -> Floats:
+        """Return what this worker measured in a step."""
+        times, looked = self._meter.row(step), self._run.norms
+        return times if looked is None else np.concatenate([times, looked.row(step)])
+
     def _message(self, step: int) -> torch.Tensor:
         """Return what worker 0 says; on the others, room for it."""
         workers = self._run.cluster.workers
@@ -192,7 +200,7 @@ class Exchange:
             message[0], message[1] = step, _NO_CHANGE
             if self._decided is not None:
                 message[1] = max(self._decided.start_step, step + self._delay)
-                message[2] = self._decided.learning_rate_factor
+                message[2] = self._decided.gain
                 message[3:] = torch.tensor(self._decided.split, dtype=torch.float64)
                 self._announced, self._decided = self._decided, None
         return message
@@ -204,7 +212,7 @@ class Exchange:
         self._take_in(posted)
 
     def _take_in(self, posted: _Posted) -> None:
-        said, start_step, factor, *local_batches = posted.message.tolist()
+        said, start_step, gain, *local_batches = posted.message.tolist()
         rows: Floats = np.array([row.numpy() for row in posted.rows])
         steps = {int(said), *(int(row[0]) for row in rows)}
         if steps != {posted.step}:
@@ -213,17 +221,24 @@ class Exchange:
                 "every batch of the loader"
             )
         if start_step != _NO_CHANGE:
-            self._hear(Plan(tuple(int(b) for b in local_batches), int(start_step), factor))
+            self._hear(Plan(tuple(int(b) for b in local_batches), int(start_step), gain))
         if self._run.cluster.worker == 0:
-            measured = rows[:, 1:].reshape(len(rows), len(posted.reported), WIDTH)
+            width = WIDTH if self._run.norms is None else WIDTH + norms.WIDTH
+            measured = rows[:, 1:].reshape(len(rows), len(posted.reported), width)
             seen = zip(posted.reported, np.moveaxis(measured, 1, 0), strict=True)
-            self._decide([observation_of(batch, each) for batch, each in seen])
+            self._decide(
+                [
+                    norms.with_norms(observation_of(batch, each[:, :WIDTH]), each[:, WIDTH:])
+                    for batch, each in seen
+                ]
+            )
 
     def _hear(self, plan: Plan) -> None:
         """A plan is announced."""
-        if self._announced is not None and self._announced.split == plan.split:
+        announced = self._announced
+        if announced is not None and (announced.split, announced.gain) == (plan.split, plan.gain):
             # Worker 0 knows more of its own plan than travels.
-            plan = replace(self._announced, start_step=plan.start_step)
+            plan = replace(announced, start_step=plan.start_step)
             _log.info("from step %d on: %s, %s", plan.start_step, list(plan.split), plan.why)
         self._run.timetable = self._run.timetable.announce(plan)
 

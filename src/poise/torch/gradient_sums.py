@@ -38,8 +38,8 @@ class GradientSums:
         for link in self._links:
             link.alone = True
 
-    def add_part(self, share: float) -> None:
-        """The part is done: its gradient counts by this share."""
+    def add_part(self, share: float, samples: int) -> None:
+        """The part is done: its gradient, of so many samples, counts by this share."""
         self._end_part()
         gradients = {p: p.grad for p in self._before if p.grad is not None}
         if not gradients:
@@ -47,6 +47,9 @@ class GradientSums:
                 "a part of the batch ended without a backward; compute its loss from the "
                 "prepared model and call loss.backward() inside `with part as ...:`"
             )
+        if self._run.norms is not None:
+            count = share * self._run.counts.own
+            self._run.norms.part(list(gradients.values()), count, samples)
         for parameter, gradient in gradients.items():
             if share == 0:
                 gradient.zero_()  # 0 times NaN would poison every worker

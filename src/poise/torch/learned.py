@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from poise.core.observation import Change
+from poise.core.plan import Plan
 from poise.core.split import Split, check_split
 from poise.engine.bsp import Engine
 from poise.errors import PoiseError, StateMismatch
@@ -37,10 +38,21 @@ class Known:
 
     split: Split | None
     """The split that all workers go on with; None: theirs is another cluster."""
+    gain: float
+    """And what a step of it is worth."""
     engine: Engine
     """As it was saved; where nothing was, one that knows nothing."""
-    change: Change
-    """From the workers it knew to those there are now."""
+    change: Change | None
+    """From the workers it knew to those there are now; None: they are the same."""
+
+    def go_on(self, start_step: int) -> tuple[Plan | None, Engine]:
+        """Return a plan to announce, if any, and the engine that goes on with these workers."""
+        if self.change is not None:
+            return self.engine.update([self.change], start_step)
+        engine = self.engine
+        if (engine.split, engine.gain) == (self.split, self.gain):
+            return None, engine
+        return Plan(engine.split, start_step, engine.gain, why="decided before the resume"), engine
 
     @staticmethod
     def of(state: Mapping[str, Any], policy: str, fresh: Engine, kinds: Sequence[str]) -> "Known":
@@ -52,24 +64,28 @@ class Known:
             fresh: its engine, which knows nothing.
             kinds: of the workers' devices now.
         """
-        same = Change(tuple(range(len(kinds))), fresh.global_batch)
         if state.get("policy") != policy:
-            return Known(None, fresh, same)
+            return Known(None, 1.0, fresh, Change(tuple(range(len(kinds))), fresh.global_batch))
         try:
             before = [str(kind) for kind in state["kinds"]]
             split = check_split(state["split"], len(before), sum(state["split"]))
-            engine, change = fresh, same
+            gain = float(state.get("gain", 1.0))
+            global_batch = fresh.nearest(sum(split))
+            engine, change = fresh, Change(tuple(range(len(kinds))), global_batch)
             if state["engine"] is not None:
                 engine = fresh.load_state_dict(state["engine"])
-                change = Change(same_kind(before, kinds), fresh.global_batch)
+                change = Change(same_kind(before, kinds), fresh.nearest(engine.global_batch))
             engine.update([change], 0)  # states are pure: this only shows whether it holds
         except (KeyError, TypeError, ValueError, IndexError, PoiseError) as error:
             raise StateMismatch(
                 f"what the state says of the split and of speeds is damaged: {error}; load another "
                 "one, or leave out its policy to start anew"
             ) from error
-        fits = before == list(kinds) and sum(split) == fresh.global_batch and _allowed(fresh, split)
-        return Known(split if fits else None, engine, change)
+        fits = before == list(kinds) and sum(split) == global_batch and _allowed(fresh, split)
+        if not fits:
+            return Known(None, 1.0, engine, change)
+        same = engine.global_batch == change.global_batch and _allowed(fresh, engine.split)
+        return Known(split, gain, engine, None if same and state["engine"] is not None else change)
 
 
 def _allowed(engine: Engine, split: Split) -> bool:

@@ -112,18 +112,17 @@ class ShareLoader:
 class TrainingSource:
     """The rest of the epoch, from the first sample that is not consumed, under changing plans."""
 
-    def __init__(
-        self, run: Run, exchange: Exchange, orders: Orders, *, global_batch: int, drop_last: bool
-    ) -> None:
+    def __init__(self, run: Run, exchange: Exchange, orders: Orders, *, drop_last: bool) -> None:
         self._run = run
         self._exchange = exchange
         self._orders = orders
-        self._global_batch = global_batch
         self._drop_last = drop_last
         self._end = 0
 
     def __len__(self) -> int:
-        return steps_per_epoch(len(self._orders), self._global_batch, drop_last=self._drop_last)
+        """Batches of a whole pass with the global batch in effect."""
+        global_batch = self._run.plan.global_batch
+        return steps_per_epoch(len(self._orders), global_batch, drop_last=self._drop_last)
 
     def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
         """Start at the first sample that is not consumed."""

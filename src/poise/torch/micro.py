@@ -73,7 +73,7 @@ class MicroBatches:
             contents = self._cut(batch, samples, start, stop)
             self._run.let_size_vary(contents)
             count = self._count(contents, stop - start, samples) if total else 0.0
-            part = Part(contents, sums, count / total if total else 0.0, halvable=stop - start > 1)
+            part = Part(contents, sums, count / total if total else 0.0, samples=stop - start)
             del contents
             yield part
             if not part.entered:
@@ -133,11 +133,11 @@ class MicroBatches:
 class Part:
     """One part of a local batch: `with part as (x, y):` runs forward and backward on it."""
 
-    def __init__(self, contents: Any, sums: GradientSums, share: float, *, halvable: bool) -> None:
+    def __init__(self, contents: Any, sums: GradientSums, share: float, *, samples: int) -> None:
         self._contents = contents
         self._sums = sums
         self._share = share
-        self._halvable = halvable
+        self._samples = samples
         self.entered = False
         self.out_of_memory = False
         """Whether memory was short, so that this part counts for nothing."""
@@ -155,11 +155,11 @@ class Part:
         trace: TracebackType | None,
     ) -> bool:
         if error is None:
-            self._sums.add_part(self._share)
+            self._sums.add_part(self._share, self._samples)
             return False
         self._sums.drop_part()
         self.out_of_memory = _is_out_of_memory(error)
-        if self.out_of_memory and not self._halvable:
+        if self.out_of_memory and self._samples <= 1:
             error.add_note("poise: one sample alone does not fit into this worker's memory")
             return False
         return self.out_of_memory

@@ -72,7 +72,13 @@ class Reduction:
         timed = None if meter is None else meter.ready(first=first)
         if first:
             self._backward = self._begin(bucket.buffer().device)
+        norms = self._run.norms
+        if norms is not None:
+            count, last = self._run.counts.own, bucket.is_last()
+            norms.bucket(bucket.buffer(), count, first=first, last=last)
         summed = self._launch_bucket(bucket)
+        if norms is not None:
+            summed = norms.watched(summed)
         if meter is not None and timed is not None:
             self._backward.sums[-1].add_done_callback(lambda _: meter.done(timed))
         if not bucket.is_last():
@@ -83,7 +89,7 @@ class Reduction:
 
         def finish() -> Tensor:
             self._statistics.write(statistics)
-            self._run.progress = self._run.progress.reduced()
+            self._run.reduced()
             return summed()
 
         future = self._when_all_are_summed(finish)

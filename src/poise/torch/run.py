@@ -15,6 +15,7 @@ from poise.torch.compiling import graphs_compiled, let_size_vary
 from poise.torch.counts import Counts
 from poise.torch.liveness import Liveness
 from poise.torch.meter import Meter
+from poise.torch.norms import Norms
 
 
 @dataclass
@@ -48,6 +49,10 @@ class Run:
     """Graphs that torch.compile had made in this process when the last batch was handed out."""
     meter: Meter | None = None
     """Measures the steps; None: nobody asks for it."""
+    norms: Norms | None = None
+    """Looks at the gradients; None: nobody asks for it."""
+    start_batch: int = 0
+    """The global batch that the user's learning rate is for."""
     compared: bool = False
     """Whether the workers have compared their places since this pass over the loader began."""
 
@@ -66,9 +71,11 @@ class Run:
         self.liveness.step = batch.step
         for tally in self.tallies:
             tally.backwards = tally.reduced = 0
+        samples = batch.split[self.cluster.worker]
+        if self.norms is not None:
+            self.norms.begin(batch.step, samples, fresh=not self.progress.unapplied)
         if self.meter is not None:
             whole = batch.split == self.plan.split
-            samples = batch.split[self.cluster.worker]
             self.meter.begin(batch, samples, whole=whole, compiled=self.compiled())
         self.let_size_vary(contents)
         self.counts.begin(batch, contents)
@@ -81,6 +88,11 @@ class Run:
         """Something that is no training step runs between two of them."""
         if self.meter is not None:
             self.meter.disturb()
+
+    def reduced(self) -> None:
+        """The gradient of the batch under way is summed over the workers."""
+        plan = self.plan
+        self.progress = self.progress.reduced(plan.gain * self.start_batch / plan.global_batch)
 
     def settle(self) -> None:
         """Find out what became of a gradient that no optimizer has used.

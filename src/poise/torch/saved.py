@@ -29,7 +29,8 @@ def saved_place(
             f"{progress.step - 1}, when the samples are consumed but not learned from; "
             "call it after optimizer.step()"
         )
-    place = {name: getattr(progress, name) for name in _PLACE}
+    place: Saved = {name: getattr(progress, name) for name in _PLACE}
+    place["effective_samples"] = progress.effective_samples
     if orders is not None:
         place["drawn"] = orders.drawn(progress.epoch) if progress.position else ""
     if isinstance(loader, StreamLoader):
@@ -57,7 +58,8 @@ def load_place(
         _load_stream(state, loader, place["position"])
     if orders is not None:
         orders.expect(place["epoch"], place["position"], state.get("drawn", ""))
-    run.progress = replace(Progress(), **place)  # type: ignore[arg-type]
+    effective = float(state.get("effective_samples", place["samples"]))
+    run.progress = replace(Progress(), **place, effective_samples=effective)  # type: ignore[arg-type]
 
 
 def _load_stream(state: Mapping[str, Any], loader: StreamLoader, position: int) -> None:

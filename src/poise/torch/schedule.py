@@ -16,9 +16,14 @@ class BySamples:
     and a call with nothing new to count changes nothing.
 
         scheduler = BySamples(CosineAnnealingLR(optimizer, T_max=10_000), balancer, 512)
+
+    With effective=True a sample counts by what it teaches, `balancer.effective_samples`: where a
+    larger global batch makes slower progress per sample, the schedule advances more slowly.
     """
 
-    def __init__(self, scheduler: Any, balancer: Balancer, samples_per_step: int) -> None:
+    def __init__(
+        self, scheduler: Any, balancer: Balancer, samples_per_step: int, *, effective: bool = False
+    ) -> None:
         if not is_number_of_samples(samples_per_step):
             raise InvalidSetting(
                 f"samples_per_step={samples_per_step!r} is not a number of samples; give the "
@@ -32,15 +37,21 @@ class BySamples:
         self.scheduler = scheduler
         self._balancer = balancer
         self._samples_per_step = samples_per_step
-        self._steps = balancer.samples // samples_per_step
+        self._effective = effective
+        self._steps = self._due()
         """Steps that the scheduler has made, or that lie before its beginning."""
 
     def step(self) -> None:
         """Follow the samples consumed so far; call it after every optimizer.step()."""
-        due = self._balancer.samples // self._samples_per_step
+        due = self._due()
         for _ in range(due - self._steps):
             self.scheduler.step()
         self._steps = max(self._steps, due)
+
+    def _due(self) -> int:
+        balancer = self._balancer
+        samples = balancer.effective_samples if self._effective else balancer.samples
+        return int(samples // self._samples_per_step)
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rates now in use."""
@@ -53,6 +64,7 @@ class BySamples:
             "scheduler": self.scheduler.state_dict(),
             "steps": self._steps,
             "samples_per_step": self._samples_per_step,
+            "effective": self._effective,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -61,6 +73,11 @@ class BySamples:
             raise StateMismatch(
                 f"the schedule was saved with samples_per_step={state['samples_per_step']} and is "
                 f"{self._samples_per_step} now, so it would jump; use the same number"
+            )
+        if state.get("effective", False) != self._effective:
+            raise StateMismatch(
+                f"the schedule was saved with effective={not self._effective} and is "
+                f"effective={self._effective} now, so it would jump; use the same"
             )
         self.scheduler.load_state_dict(state["scheduler"])
         self._steps = state["steps"]

@@ -1,7 +1,10 @@
 """What a user may state when a Balancer is made, checked before anything starts."""
 
+import difflib
 from typing import Any
 
+from poise.core.learning_rate import RULES
+from poise.engine.adaptation import Adaptation
 from poise.errors import InvalidSetting
 from poise.policy import Policy, policy_named
 
@@ -17,6 +20,36 @@ def check_settings(global_batch: object, idle: object, hang_s: object) -> None:
     number = isinstance(hang_s, int | float) and not isinstance(hang_s, bool)
     if hang_s is not None and not (number and 0 < hang_s < float("inf")):  # type: ignore[operator]
         raise InvalidSetting(f"hang_s={hang_s!r} is not a time; give seconds above 0, or None")
+
+
+def checked_adaptation(adapt: object, rate: object, scaler: object) -> Adaptation | None:
+    """Return in which range the global batch may move; None: it stays as it is."""
+    if rate is not None and adapt is None:
+        raise InvalidSetting(
+            f"rate={rate!r} says how the learning rate follows the global batch, which stays as it "
+            "is; leave rate out, or let the global batch move: adapt=(lowest, highest)"
+        )
+    if rate is not None and rate not in RULES:
+        near = difflib.get_close_matches(str(rate), RULES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "leave it out to choose by the optimizer"
+        raise InvalidSetting(f"rate={rate!r} is unknown; there are {', '.join(RULES)}; {hint}")
+    wanted = ("scale", "is_enabled")
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in wanted):
+        raise InvalidSetting(
+            f"scaler={scaler!r} is no GradScaler; give the one that scales the losses, or None"
+        )
+    if adapt is None:
+        return None
+    if not (
+        isinstance(adapt, list | tuple)
+        and len(adapt) == len(("lowest", "highest"))
+        and all(is_number_of_samples(end) for end in adapt)
+    ):
+        raise InvalidSetting(
+            f"adapt={adapt!r} is no range of global batches; give two whole numbers from 1, such "
+            "as adapt=(64, 4096)"
+        )
+    return Adaptation(lowest=adapt[0], highest=adapt[1])
 
 
 def check_functions(**functions: object) -> None:

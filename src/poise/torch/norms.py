@@ -1,0 +1,341 @@
+"""Norms of the gradients that are there anyway, for the gradient noise scale.
+
+Each worker takes those of its own gradient, bucket by bucket, before it is weighted; worker 0 also
+those of the sum. If a local batch is computed in parts, each part is a group of its own. A worker
+that trains alone and in one part compares two steps that follow each other, between which the
+weights hardly change.
+
+Not every step is looked at, but one of a power of two, which each worker chooses for itself so
+that looking takes less than a hundredth of its time. The steps that all of them look at are those
+of the worker that looks most seldom, so that nothing has to be agreed on.
+"""
+
+import math
+import statistics
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from poise.core.noise import GroupSums
+from poise.core.observation import Observation
+from poise.core.timing import Floats
+from poise.errors import PoiseWarning
+from poise.torch.clocks import Clock
+
+_SUMS = slice(0, len(GroupSums._fields))
+_WHOLE, _CLIPPED = len(GroupSums._fields), len(GroupSums._fields) + 1
+WIDTH = len(GroupSums._fields) + 2
+"""Numbers in a row: sums over this worker's groups; on worker 0 the squared norm of the whole
+gradient, and whether it was clipped."""
+MOST_COST = 0.008
+"""Part of a worker's time that looking may take."""
+_RAREST = 64
+"""Of so many steps at least one is looked at."""
+_REMEMBERED = 9
+"""Steps whose time, and looks whose cost, the next choice is made by."""
+_KEPT = 16
+"""Looks that are kept for their rows to be asked for."""
+_CLIPPED_FROM = 1.02
+"""A gradient is clipped if it was larger by this factor."""
+_EXACT = 1e-4
+
+
+@dataclass
+class _Group:
+    """One gradient, the mean over its samples, as the norms of its pieces."""
+
+    count: float
+    samples: int
+    norms: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Look:
+    """One step that is looked at."""
+
+    step: int
+    samples: int
+    """This worker's."""
+    loss_scale: Tensor | None
+    groups: list[_Group] = field(default_factory=list)
+    in_parts: bool = False
+    backwards: int = 0
+    over: bool = False
+    """Whether all buckets were handed over."""
+    sums: int = 0
+    """Buckets whose sum is awaited; on worker 0 alone."""
+    whole: list[Tensor] = field(default_factory=list)
+    """Norms of the buckets of the sum."""
+    used: list[Tensor] = field(default_factory=list)
+    """Norms of what the optimizer got."""
+    kept: list[Tensor] = field(default_factory=list)
+    """The buckets, until the next step is there to be compared."""
+    before: "_Look | None" = None
+    """The step before, if the two are compared,"""
+    products: list[Tensor] = field(default_factory=list)
+    """and the products of their buckets."""
+    stamps: list[tuple[Any, Any]] = field(default_factory=list)
+    """Before and after all that looking took."""
+
+    def unscaled(self, norm: float) -> float:
+        """Return a norm without the factor on the loss."""
+        return norm if self.loss_scale is None else norm / float(self.loss_scale)
+
+    def group_sums(self) -> GroupSums:
+        """Return the sums over this worker's groups; without a sample, zeros."""
+        sums = GroupSums()
+        for group in self.groups:
+            sums += GroupSums.of(group.count, group.samples, self.unscaled(_norm(group.norms)) ** 2)
+        return sums
+
+
+class Norms:
+    """Looks at the gradients of some steps of one worker."""
+
+    def __init__(
+        self, clock: Clock, device: torch.device, *, worker: int, workers: int, scaler: Any
+    ) -> None:
+        """Look at nothing yet.
+
+        Args:
+            clock: of the device that computes.
+            device: where the gradients are.
+            worker: this worker's number.
+            workers: how many there are.
+            scaler: the GradScaler of the training, or None.
+        """
+        self._clock = clock
+        self._device = device
+        self._sees_the_sum = worker == 0
+        self._alone = workers == 1
+        self._scaler = scaler
+        self._looks: deque[_Look] = deque(maxlen=_KEPT)
+        self._now: _Look | None = None
+        self._every = 1
+        self._costs_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._begun_s: deque[float] = deque(maxlen=_REMEMBERED + 1)
+        """When the last steps began, by the host's clock."""
+        self._told = False
+
+    def forget(self) -> None:
+        """Training goes on at another place."""
+        self._looks.clear()
+        self._now = None
+
+    def begin(self, step: int, samples: int, *, fresh: bool) -> None:
+        """A batch is handed out.
+
+        Args:
+            step: its number.
+            samples: this worker's part of it.
+            fresh: whether the gradient starts from nothing; otherwise that of the batch before is
+                part of it, and says nothing of this one.
+        """
+        self._begun_s.append(time.perf_counter())
+        before, self._now = self._now, None
+        place = step % (self._every * (2 if self._alone else 1))
+        second = self._alone and place == 1 and before is not None and before.step == step - 1
+        if fresh and (place == 0 or second):
+            look = _Look(step, samples, None, before=before if second else None)
+            with self._timed(look):
+                look.loss_scale = self._loss_scale()
+            self._looks.append(look)
+            self._now = look
+        elif before is not None:
+            before.kept.clear()
+
+    def part(self, gradients: Sequence[Tensor], count: float, samples: int) -> None:
+        """The gradient of a part of the local batch is there, not weighted yet."""
+        look = self._now
+        if look is None:
+            return
+        look.in_parts = True
+        if count:
+            with self._timed(look):
+                look.groups.append(_Group(count, samples, [_number(_length(g)) for g in gradients]))
+
+    def bucket(self, gradient: Tensor, count: float, *, first: bool, last: bool) -> None:
+        """A bucket of this worker's gradient is handed over, not weighted yet."""
+        look = self._now
+        if look is None:
+            return
+        look.backwards += first
+        if look.backwards > 1:  # on the same batch: the gradients of two losses are added up
+            look.over = False
+            self._now = None
+            return
+        look.over = last
+        look.sums += self._sees_the_sum
+        if first and count and not look.in_parts:
+            look.groups.append(_Group(count, look.samples))
+        with self._timed(look):
+            if look.groups and not look.in_parts:
+                look.groups[0].norms.append(_number(_length(gradient)))
+            if self._alone and len(look.groups) == 1:
+                self._compare(look, gradient, last=last)
+
+    def watched(self, summed: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return what reads the sum of the bucket handed over last, and looks at it on the way."""
+        look = self._now
+        if look is None or not self._sees_the_sum:
+            return summed
+
+        def looking() -> Tensor:
+            gradient = summed()
+            with self._timed(look):
+                look.whole.append(_number(_length(gradient)))
+            return gradient
+
+        return looking
+
+    def used(self, gradients: Sequence[Tensor]) -> None:
+        """An optimizer is about to use these gradients."""
+        look = self._now
+        if look is not None and self._sees_the_sum and look.over:
+            with self._timed(look):
+                look.used += [_number(_length(gradient)) for gradient in gradients]
+
+    def row(self, step: int) -> Floats:
+        """Return what is known of a step that is over; NaN where it was not looked at."""
+        row = np.full(WIDTH, np.nan)
+        look = next((each for each in self._looks if each.step == step), None)
+        if look is None or not self._is_known(look):
+            return row
+        cost_s = sum(self._clock.between_s(start, end) for start, end in look.stamps)
+        self._pace(cost_s)
+        found = self._compared(look) if look.products else self._summed(look)
+        if found is not None and all(math.isfinite(number) for number in found):
+            row[: len(found)] = found
+            row[_CLIPPED] = self._clipped(look)
+        return row
+
+    def _is_known(self, look: _Look) -> bool:
+        looks = [look] if look.before is None else [look, look.before]
+        return all(
+            each.over
+            and len(each.whole) == each.sums
+            and all(self._clock.passed(end) for _, end in each.stamps)
+            for each in looks
+        )
+
+    def _pace(self, cost_s: float) -> None:
+        """Look as often as its cost allows."""
+        self._costs_s.append(cost_s)
+        steps_s = np.diff(self._begun_s)
+        if len(steps_s):
+            dear = statistics.median(self._costs_s) / (MOST_COST * float(np.median(steps_s)))
+            self._every = min(2 ** max(0, math.ceil(math.log2(max(dear, 1e-9)))), _RAREST)
+
+    def _summed(self, look: _Look) -> list[float] | None:
+        """Return the sums over the groups and, on worker 0, the squared norm of the whole."""
+        if self._alone and len(look.groups) == 1:
+            return None
+        whole = look.unscaled(_norm(look.whole)) ** 2
+        return [*look.group_sums(), *([whole] if self._sees_the_sum else [])]
+
+    def _compare(self, look: _Look, gradient: Tensor, *, last: bool) -> None:
+        """Keep the bucket, or take its product with the one of the step before."""
+        if look.before is None:
+            look.kept.append(gradient.detach().clone())
+            return
+        kept, number = look.before.kept, len(look.products)
+        if number < len(kept) and kept[number].shape == gradient.shape:
+            wide = _wide(gradient)
+            product = torch.dot(kept[number].to(wide), gradient.detach().to(wide))
+            look.products.append(_number(product))
+        else:  # buckets were built anew in between
+            look.over = False
+            self._now = None
+        if last:
+            kept.clear()
+
+    def _compared(self, look: _Look) -> list[float] | None:
+        """Return sums over two steps as if they were the groups of one."""
+        before = look.before
+        if before is None or not (look.groups and before.groups):
+            return None
+        sums = look.group_sums() + before.group_sums()
+        product = before.unscaled(look.unscaled(math.fsum(float(each) for each in look.products)))
+        counts = [each.groups[0].count for each in (before, look)]
+        squares = [
+            (count * each.unscaled(_norm(each.groups[0].norms))) ** 2
+            for count, each in zip(counts, (before, look), strict=True)
+        ]
+        whole = (sum(squares) + 2 * counts[0] * counts[1] * product) / sums.total**2
+        return [*sums, max(whole, 0.0)]
+
+    def _clipped(self, look: _Look) -> float:
+        """Return whether the optimizer got less than the whole gradient; NaN: not known."""
+        used, whole = _norm(look.used), _norm(look.whole)
+        if not (0 < used < math.inf and 0 < whole < math.inf):
+            return math.nan
+        ratio = look.unscaled(whole) / used
+        doublings = round(math.log2(ratio))
+        if self._scaler is None and doublings >= 1 and abs(ratio / 2**doublings - 1) < _EXACT:
+            self._tell(2**doublings)
+            return math.nan
+        return float(ratio > _CLIPPED_FROM)
+
+    def _tell(self, factor: int) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"gradients are divided by {factor} before the optimizer uses them, as a "
+                "GradScaler does; pass it, Balancer(..., scaler=scaler), so that the gradient "
+                "noise is measured rightly when its scale changes",
+                PoiseWarning,
+                stacklevel=2,
+            )
+
+    def _loss_scale(self) -> Tensor | None:
+        """Return what losses are multiplied by now, without waiting for the device."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        return _number(self._scaler.scale(torch.ones((), device=self._device)))
+
+    @contextmanager
+    def _timed(self, look: _Look) -> Iterator[None]:
+        start = self._clock.stamp()
+        yield
+        look.stamps.append((start, self._clock.stamp()))
+
+
+def with_norms(seen: Observation, rows: Floats) -> Observation:
+    """Return a step with what the workers saw of its gradients, from a row of each."""
+    if np.isnan(rows).all():
+        return seen
+    whole, clipped = rows[0, _WHOLE], rows[0, _CLIPPED]
+    return replace(
+        seen,
+        group_sums=rows[:, _SUMS],
+        global_sqnorm=None if np.isnan(whole) else float(whole),
+        clipped=None if np.isnan(clipped) else bool(clipped),
+    )
+
+
+def _length(gradient: Tensor) -> Tensor:
+    """Return a gradient's norm."""
+    length: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient))
+    return length
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    """Return the type to compute with: at least single precision."""
+    return torch.promote_types(gradient.dtype, torch.float32)
+
+
+def _number(value: Tensor) -> Tensor:
+    """Send a number to the host, where it is when a stamp taken now has passed."""
+    return value.detach().to("cpu", non_blocking=True)
+
+
+def _norm(pieces: Sequence[Tensor]) -> float:
+    return math.sqrt(math.fsum(float(piece) ** 2 for piece in pieces))
