@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
+from poise.core.goodput import best_batch
+from poise.core.limits import Limits
 from poise.core.noise import GroupSums
 from poise.core.observation import Change, Event, Observation
 from poise.core.split import Split, even_split, optimal_split
@@ -624,12 +627,96 @@ def test_a_clean_gradient_lets_the_global_batch_shrink() -> None:
     assert gains[-1] < 1
 
 
-def test_an_unknown_noise_scale_moves_nothing() -> None:
-    """A gradient that is all noise: |G|^2 cannot be told from 0."""
+def test_without_an_upper_end_the_global_batch_goes_as_far_as_the_lower_one_supports() -> None:
+    """A gradient that is all noise: |G|^2 cannot be told from 0, so a step's worth is not known."""
     model = by_cores(CORES[4], fixed_share=0.5)
-    sizes, gains, _ = adapting(gradients(trace=400.0, grad_sq=0.0), model, steps=80)
+    sizes, gains, engine = adapting(gradients(trace=400.0, grad_sq=0.0), model, steps=80)
+    assert engine.adapted is not None
+    low, high = engine.adapted.noise.interval()
+    assert high is None
+    most = best_batch(model, Limits.of(4), 2 * low, GLOBAL, (60, 4000))
+    assert GLOBAL <= sizes[-1] <= most
+    assert sizes == sorted(sizes)
+    assert all(1 <= gain <= size / GLOBAL for gain, size in zip(gains, sizes, strict=True))
+
+
+def test_a_gradient_without_any_noise_known_moves_nothing() -> None:
+    model = by_cores(CORES[4], fixed_share=0.5)
+    sizes, gains, _ = adapting(lambda split, _: (group_sums(split, [1.0] * 4), 1.0), model)
+    assert set(sizes[:20]) == {GLOBAL}
+    nothing = np.full((4, 4), np.nan)
+    sizes, gains, _ = adapting(lambda *_: (nothing, None), model, steps=80)
     assert set(sizes) == {GLOBAL}
     assert set(gains) == {1.0}
+
+
+def clipping(model: SpeedModel, part: float) -> tuple[list[int], list[float]]:
+    """Train virtually with this part of the steps clipped."""
+    adapt = Adaptation(lowest=60, highest=4000)
+    timetable, engine = Engine(Auto(), 4, GLOBAL, adapt).start()
+    draw = np.random.default_rng(0)
+    norms = gradients(trace=4000.0, grad_sq=1.0)
+    sizes, gains = [], []
+    for step in range(300):
+        plan = timetable.at(step)
+        sizes.append(plan.global_batch)
+        gains.append(plan.gain)
+        seen = observe(model, step, 0, plan.split, np.exp(0.02 * draw.standard_normal(4)))
+        local, whole = norms(np.array(plan.split), draw)
+        clipped = step * part % 1 < part
+        seen = replace(seen, group_sums=local, global_sqnorm=whole, clipped=clipped)
+        new, engine = engine.update([seen], step + 2)
+        timetable = timetable if new is None else timetable.announce(new)
+    return sizes, gains
+
+
+def test_clipping_more_than_a_fifth_of_the_steps_freezes_the_gain() -> None:
+    model = by_cores(CORES[4], fixed_share=0.5)
+    sizes, gains = clipping(model, part=0.5)
+    assert sizes[-1] > 2 * GLOBAL
+    assert set(gains) == {1.0}
+    sizes, gains = clipping(model, part=0.1)
+    assert gains[-1] > 1.5
+
+
+def test_a_gain_that_changes_is_told_though_the_split_stays() -> None:
+    """The noise scale falls slowly: a step of the same global batch is worth less."""
+    model = by_cores(CORES[4], fixed_share=0.5)
+    adapt = Adaptation(lowest=GLOBAL, highest=2 * GLOBAL)
+    timetable, engine = Engine(Auto(), 4, GLOBAL, adapt).start()
+    draw = np.random.default_rng(0)
+    for step in range(600):
+        plan = timetable.at(step)
+        seen = observe(model, step, 0, plan.split, np.ones(4))
+        local, whole = gradients(2000.0, 1.0 + step / 100)(np.array(plan.split), draw)
+        seen = replace(seen, group_sums=local, global_sqnorm=whole)
+        new, engine = engine.update([seen], step + 2)
+        timetable = timetable if new is None else timetable.announce(new)
+    news = [
+        (before.gain, after.gain, after.why)
+        for before, after in pairwise(timetable.plans)
+        if after.split == before.split
+    ]
+    assert len(news) >= 2
+    assert all(later < earlier * 0.96 and "is worth" in why for earlier, later, why in news)
+
+
+def test_an_engine_goes_on_with_its_own_range_and_start() -> None:
+    """What was learned without adaptation, or with another range, serves another engine."""
+    model = by_cores(CORES[4], fixed_share=0.5)
+    _, _, learned = adapting(gradients(trace=4000.0, grad_sq=1.0), model)
+    state = learned.state_dict()
+    _, fixed = Engine(Auto(), 4, GLOBAL).start()
+    assert fixed.load_state_dict(state).gain == 1.0
+    _, narrow = Engine(Auto(), 4, GLOBAL, Adaptation(lowest=60, highest=300)).start()
+    assert narrow.nearest(learned.global_batch) == 300
+    plan, _ = narrow.load_state_dict(state).update([Change((0, 1, 2, 3), 300)], 5)
+    assert plan is not None
+    assert plan.global_batch == 300
+    _, plain = Engine(Auto(), 4, GLOBAL).start()
+    adapted = narrow.load_state_dict(plain.state_dict()).adapted
+    assert adapted is not None
+    assert adapted.noise.estimates == 0
 
 
 def test_a_fixed_global_batch_leaves_the_learning_rate_alone() -> None:

@@ -26,6 +26,8 @@ _AROUND_MULTIPLES = 8
 """The same, in multiples, where local batches come in those: steps are coarser then."""
 _FINALISTS = 12
 """How many candidates are compared by their integer splits."""
+_NEARBY = 1.02
+"""By this factor a batch next to a candidate may be better than the candidate."""
 _MOST_LEVELS = 400
 _SPARE = 1e-9
 
@@ -80,21 +82,24 @@ def best_batch(
     candidates = {low, high}
     for bottom, top in _promising(model, limits, noise_scale, _segments(model, limits, low, high)):
         candidates.add(_peak(model, limits, noise_scale, bottom, top))
-    rough = sorted(candidates, key=lambda batch: -_rough(model, limits, noise_scale, batch))
-    near = {
-        batch
-        for found in rough[:_FINALISTS]
-        for center in (found, *_full(model, limits, found))
-        for batch in _around(center, limits)
-        if low <= batch <= high
-    }
-    if not near:
+    rough = {batch: _rough(model, limits, noise_scale, batch) for batch in candidates}
+    found: dict[int, float] = {}
+    for candidate in sorted(rough, key=lambda batch: -rough[batch])[:_FINALISTS]:
+        # Whole samples only make a step longer, so that the rough goodput is never exceeded.
+        highest = rough[candidate] * (noise_scale + start) * _NEARBY
+        if found and highest < max(found.values()):
+            continue
+        for center in (candidate, *_full(model, limits, candidate)):
+            for batch in _around(center, limits):
+                if low <= batch <= high and batch not in found:
+                    found[batch] = _exact(model, limits, noise_scale, start, batch)
+    if not found:
         limits.check(low)
         raise InfeasibleSplit(
             f"no global batch from {low} to {high} is a sum of multiples of "
             f"{sorted(set(limits.multiple.tolist()))}; widen the range"
         )
-    best = max(near, key=lambda batch: (_exact(model, limits, noise_scale, start, batch), -batch))
+    best = max(found, key=lambda batch: (found[batch], -batch))
     optimal_split(model, best, limits)  # raises if no global batch of the range can be split
     return best
 

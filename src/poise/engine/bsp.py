@@ -163,10 +163,15 @@ class Engine:
             engine = revised(self, global_batch=batch)
             decision, engine = engine._decided([Change(tuple(range(self.workers)), batch)])
             assert decision is not None
-            scale = self.adapted.noise.scale
-            why = f"the noise scale is {scale:.0f}: {before} samples a step become {batch}"
+            noise = self.adapted.noise
+            scale = f"at least {noise.interval()[0]:.0f}"
+            if noise.scale is not None:
+                scale = f"about {noise.scale:.0f}"
+            why = f"the noise scale is {scale}: {before} samples a step become {batch}"
             decision = replace(decision, why=why)
-        adapted = self.adapt.thought_over(self.adapted, engine.global_batch, start)
+        adapted = self.adapt.thought_over(
+            self.adapted, engine.global_batch, start, moved=batch is not None
+        )
         return decision, revised(engine, adapted=adapted)
 
 

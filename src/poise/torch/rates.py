@@ -18,9 +18,9 @@ from poise.core.learning_rate import Adjustment, adjustment, ramp
 from poise.core.plan import Plan
 from poise.errors import StateMismatch
 
-_DIVIDES = ("betas", "alpha", "lr_decay", "beta2_decay")
-"""Settings of optimizers that divide each gradient by its usual size: the families of Adam,
-RMSprop, Adagrad and Adafactor."""
+_DIVIDES = ("betas", "eps", "etas")
+"""Settings of optimizers that divide a gradient by its usual size, or take its sign alone: the
+families of Adam, RMSprop, Adagrad, Adafactor, Muon, Lion and Rprop."""
 _USUAL_MOMENTUM = 0.9
 """A change that meets another one is taken to be as far as with this."""
 

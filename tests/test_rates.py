@@ -1,0 +1,159 @@
+"""Learning rates that follow the global batch while an optimizer steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from poise.core.plan import Plan
+from poise.torch.rates import Rates, rule_for
+
+
+class Seeing:
+    """Notes an optimizer's settings in the middle of each step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps: list[list[dict[str, Any]]] = []
+        step = optimizer.step
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs)
+
+        self._optimizer = optimizer
+        optimizer.register_step_pre_hook(self._note)
+        self.step = noting
+
+    def _note(self, *_: Any) -> None:
+        self.steps.append(
+            [
+                {
+                    name: float(group[name]) if name != "betas" else group[name]
+                    for name in ("lr", "eps", "betas", "alpha")
+                    if name in group
+                }
+                for group in self._optimizer.param_groups
+            ]
+        )
+
+
+class Course:
+    """An optimizer of two parameter groups under plans that change."""
+
+    def __init__(self, make: Any, rule: str | None = None, start: int = 64) -> None:
+        layers = nn.Linear(2, 1), nn.Linear(2, 1)
+        groups = [
+            {"params": list(layers[0].parameters())},
+            {"params": list(layers[1].parameters()), "lr": 0.4},
+        ]
+        self.optimizer = make(groups)
+        self.parameters = [p for layer in layers for p in layer.parameters()]
+        self.plan = Plan((start,))
+        self.rates = Rates(self.optimizer, rule, start, lambda: self.plan)
+        self.hooks = self.rates.hooks()
+        self.seen = Seeing(self.optimizer)
+
+    def step(self, batch: int, gain: float = 1.0) -> list[dict[str, Any]]:
+        """Return the settings that a step used."""
+        self.plan = Plan((batch,), gain=gain)
+        for parameter in self.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        return self.seen.steps[-1]
+
+
+def sgd(groups: Any, momentum: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=momentum)
+
+
+def test_the_rule_goes_by_the_optimizers_kind() -> None:
+    weights = [nn.Parameter(torch.zeros(1))]
+    for name in ("SGD", "ASGD"):
+        assert rule_for(getattr(torch.optim, name)(weights, lr=0.1)) == "adascale"
+    for name in ("AdamW", "NAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor", "Rprop"):
+        assert rule_for(getattr(torch.optim, name)(weights, lr=0.1)) == "sqrt", name
+
+
+def test_sgd_follows_the_gain_in_each_group_and_nobody_else_sees_it() -> None:
+    course = Course(sgd)
+    scheduler = StepLR(course.optimizer, step_size=2, gamma=0.5)
+    assert [group["lr"] for group in course.step(64)] == [0.1, 0.4]
+    scheduler.step()
+    used = course.step(256, gain=2.5)
+    assert [group["lr"] for group in used] == pytest.approx([0.25, 1.0])
+    assert [group["lr"] for group in course.optimizer.param_groups] == [0.1, 0.4]
+    assert course.rates.factor == 2.5
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.05, 0.2]
+    assert [group["lr"] for group in course.step(256, gain=2.5)] == pytest.approx([0.125, 0.5])
+    saved = course.optimizer.state_dict()["param_groups"]
+    assert [group["lr"] for group in saved] == [0.05, 0.2]
+
+
+def test_momentum_makes_a_change_gradual() -> None:
+    course = Course(lambda groups: sgd(groups, momentum=0.75))
+    course.step(64)
+    factors = [course.step(256, gain=3.0)[0]["lr"] / 0.1 for _ in range(6)]
+    assert factors == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
+    down = [course.step(64)[0]["lr"] / 0.1 for _ in range(5)]
+    assert down[-1] == pytest.approx(1.0)
+    assert down == sorted(down, reverse=True)
+
+
+def test_adam_follows_the_square_root_with_betas_and_eps() -> None:
+    make = lambda groups: torch.optim.AdamW(groups, lr=0.1, betas=(0.0, 0.99), eps=1e-4)  # noqa: E731
+    course = Course(make)
+    first, second = course.step(256, gain=2.0)
+    assert (first["lr"], second["lr"]) == pytest.approx((0.2, 0.8))
+    assert first["betas"] == pytest.approx((0.0, 0.96))
+    assert first["eps"] == pytest.approx(5e-5)
+    group = course.optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.0, 0.99), 1e-4)
+
+
+def test_rmsprop_forgets_faster_too() -> None:
+    course = Course(lambda groups: torch.optim.RMSprop(groups, lr=0.1, alpha=0.99))
+    assert course.step(128)[0]["alpha"] == pytest.approx(0.98)
+    assert course.optimizer.param_groups[0]["alpha"] == 0.99
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("legw", 2.0), ("none", 1.0)]
+)
+def test_a_stated_rule_overrules_the_kind(rule: str, factor: float) -> None:
+    course = Course(sgd, rule)
+    assert course.step(256, gain=3.0)[0]["lr"] == pytest.approx(0.1 * factor)
+
+
+def test_a_learning_rate_in_a_tensor_stays_the_same_tensor() -> None:
+    rate = torch.tensor(0.1)
+    course = Course(lambda groups: torch.optim.SGD(groups, lr=rate))
+    kept = course.optimizer.param_groups[0]["lr"]
+    assert course.step(128, gain=1.5)[0]["lr"] == pytest.approx(0.15)
+    assert course.optimizer.param_groups[0]["lr"] is kept
+    assert float(kept) == pytest.approx(0.1)
+
+
+def test_a_step_that_raises_leaves_nothing_behind_for_the_next() -> None:
+    course = Course(sgd)
+    course.step(64)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    hook = course.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no"):
+        course.step(256, gain=2.0)
+    hook.remove()
+    assert course.step(256, gain=2.0)[0]["lr"] == pytest.approx(0.2)
+    assert course.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_change_goes_on_after_a_resume() -> None:
+    course, other = (Course(lambda groups: sgd(groups, momentum=0.9)) for _ in range(2))
+    for _ in range(4):
+        course.step(256, gain=3.0)
+    other.rates.load_state_dict(course.rates.state_dict())
+    for _ in range(8):
+        assert other.step(256, gain=3.0) == course.step(256, gain=3.0)
