@@ -23,8 +23,10 @@ from tests.training import Weights, distance, weights
 HOW_TO = Path(__file__).parent.parent / "docs" / "how-to"
 SHARES = (5, 2)
 PAGES = sorted(page.stem for page in HOW_TO.glob("*.md"))
-SAME = sorted(set(PAGES) - {"streams", "plan", "policies", "records", "balance", "watch"})
-"""Pages whose training does not depend on the number of workers; the last three train nothing."""
+SAME = sorted(
+    set(PAGES) - {"streams", "plan", "policies", "records", "balance", "watch", "adaptive"}
+)
+"""Pages whose training does not depend on the number of workers; some train nothing."""
 ROUNDED = {"ddp-options": 2e-2, "mixed-precision": 2e-2}
 """How far weights may be apart where something has 16 bits; elsewhere 1e-5."""
 
@@ -156,6 +158,27 @@ def test_the_mistake_that_a_page_makes_on_purpose_is_one(
     (alone,) = results.of("verify", 1)
     wrong = workers.run(run_page, "verify", ", count=tokens", "", workers=2)[0]
     assert distance(alone["weights"], wrong["weights"]) > 1e-3
+
+
+def adapted() -> tuple[Weights, Any, float]:
+    """Run the page on the policy that it uses, since others cannot predict."""
+    names: dict[str, Any] = {}
+    exec("\n".join(blocks("adaptive")), names)
+    balancer = names["balancer"]
+    found = weights(names["model"]), balancer.noise, balancer.effective_samples
+    assert balancer.samples == 5 * 4000
+    balancer.close()
+    return found
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_global_batch_of_a_page_follows_its_noise(workers: Workers, number: int) -> None:
+    found = workers.run(adapted, workers=number)
+    assert distance(found[0][0], found[-1][0]) == 0
+    assert all(bool(tensor.isfinite().all()) for tensor in found[0][0].values())
+    assert found[0][1].estimates > 0
+    assert all(noise is None for _, noise, _ in found[1:])
+    assert len({effective for _, _, effective in found}) == 1
 
 
 def compressed_with_state() -> Weights:
