@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -297,6 +298,88 @@ def test_idle_workers_are_no_groups(workers: Workers) -> None:
     assert nobody.estimates == 0
 
 
+def odd(way: str) -> tuple[int, int, float]:
+    """Train in an unusual way; return steps, estimates and the noise scale over the true one."""
+    model, data, trace, grad_sq = problem("quadratic")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hook = fp16_compress_hook if way == "compressed" else None
+    policy = Shares((4, 12, 48))
+    steps = 0
+    with (
+        every_step(),
+        Balancer(BATCH, policy=policy, adapt=(BATCH, BATCH), comm_hook=hook) as balancer,
+    ):
+        loader = DataLoader(TensorDataset(data), BATCH, shuffle=True)
+        shared, optimizer, batches = balancer.prepare(model, optimizer, loader)
+        for _ in balancer.epochs(4):
+            for (points,) in batches:
+                shared(points).mean().backward()
+                if way == "two losses":
+                    shared(points).mean().backward()
+                steps += 1
+                if way != "accumulated" or steps % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found = balancer.noise
+        if found is None:
+            return steps, 0, 1.0
+        return steps, found.estimates, (found.scale or math.nan) / (trace / grad_sq)
+
+
+def test_unusual_steps_are_looked_at_only_where_they_say_something(workers: Workers) -> None:
+    steps, estimates, ratio = workers.run(odd, "compressed", workers=3)[0]
+    assert estimates > 0.9 * steps
+    assert ratio == pytest.approx(1, rel=0.1)
+    steps, estimates, ratio = workers.run(odd, "accumulated", workers=3)[0]
+    assert 0.4 * steps < estimates <= 0.5 * steps
+    assert ratio == pytest.approx(1, rel=0.15)
+    steps, estimates, _ = workers.run(odd, "two losses", workers=3)[0]
+    assert estimates == 0
+
+
+class Ticking:
+    """A clock on which looking takes as long as a test says."""
+
+    lag = 1
+    cheap = True
+
+    def __init__(self, cost_s: float) -> None:
+        self._cost_s = cost_s
+        self._now_s = 0.0
+
+    def stamp(self) -> float:
+        self._now_s += self._cost_s
+        return self._now_s
+
+    def passed(self, stamp: float) -> bool:
+        return stamp <= self._now_s
+
+    def between_s(self, start: float, end: float) -> float:
+        return end - start
+
+
+@pytest.mark.parametrize(("cost_s", "seldom"), [(1e-9, 1), (6e-4, 8), (1.0, 64)])
+def test_looking_is_as_rare_as_its_cost_demands(
+    monkeypatch: pytest.MonkeyPatch, cost_s: float, seldom: int
+) -> None:
+    """Steps of 50 ms; a look takes twice as long as from one stamp to the next."""
+    now_s = 0.0
+    monkeypatch.setattr("poise.torch.norms.time.perf_counter", lambda: now_s)
+    seen = norms.Norms(Ticking(cost_s), torch.device("cpu"), worker=1, workers=3, scaler=None)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    looked = []
+    for step in range(400):
+        seen.begin(step, 4, fresh=True)
+        seen.bucket(torch.ones(2), 4.0, first=True, last=True)
+        now_s += 0.05
+        seen.used(optimizer)
+        if not np.isnan(seen.row(step)[0]):
+            looked.append(step)
+    assert looked[0] == 0
+    late = [step for step in looked if step >= 200]
+    assert late == [step for step in range(200, 400) if step % seldom == 0]
+
+
 # training under a global batch that moves
 
 RECIPE = Recipe(samples=24 * 40 + 5, global_batch=24, epochs=6)
@@ -461,22 +544,26 @@ def test_auto_adapts_too_and_stays_exact(workers: Workers) -> None:
     assert distance(courses[1].weights, train_plainly(RECIPE, courses[0])) < 100 * EXACT
 
 
-@pytest.mark.parametrize("stop_at", [21, 70])
-def test_a_resumed_training_has_the_same_batch_rate_and_noise(
+@pytest.mark.parametrize("stop_at", [21, 40])
+def test_a_resumed_training_goes_on_with_batch_rate_and_noise(
     workers: Workers, stop_at: int
 ) -> None:
     policy = Shares((1, 3, 8), 0.3)
-    whole = workers.run(train_adaptively, RECIPE, policy, workers=3)[0]
-    halves = workers.run(resumed_from_worker_0, RECIPE, policy, stop_at, workers=3)
-    first, second = halves[0]
-    assert whole.plans[:stop_at] == first.plans
-    assert second.plans[0] == first.plans[-1] or second.plans[0] == whole.plans[stop_at]
-    assert second.rates[0][2] == pytest.approx(whole.rates[stop_at][2], rel=0.05)
+    courses = workers.run(resumed_from_worker_0, RECIPE, policy, stop_at, workers=3)
+    first, second = courses[0]
+    engine = first.state["engine"]
+    decided = tuple(engine["split"]), engine["adapted"]["gain"]
+    assert second.plans[0] == first.plans[-1]
+    assert decided in second.plans[:8], "what was decided before the stop must come"
+    ends = sorted((first.rates[-1][2], second.plans[0][1]))
+    assert ends[0] - 1e-9 <= second.rates[0][2] <= ends[1] + 1e-9
     known, known_later = (
         course.state["engine"]["adapted"]["noise"]["estimates"] for course in (first, second)
     )
     assert known_later == pytest.approx(known + len(second.plans), abs=10)
-    assert second.rates[-1][0] == whole.rates[-1][0]
+    assert second.rates[-1][0] == RECIPE.epochs * RECIPE.samples
+    together = Course(second.weights, first.plans + second.plans, [], [], {}, 0.0)
+    assert distance(second.weights, train_plainly(RECIPE, together)) < 100 * EXACT
 
 
 def resumed_from_worker_0(recipe: Recipe, policy: Any, stop_at: int) -> tuple[Course, Course]:

@@ -460,9 +460,7 @@ class Balancer:
 
     def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         assert self._run.norms is not None
-        groups = optimizer.param_groups
-        used = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        self._run.norms.used(used)
+        self._run.norms.used(optimizer)
 
     def _after_optimizer_step(self, *_: Any) -> None:
         if self._run.meter is not None:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from poise.core.noise import GroupSums
 from poise.core.observation import Observation
@@ -35,7 +36,7 @@ _WHOLE, _CLIPPED = len(GroupSums._fields), len(GroupSums._fields) + 1
 WIDTH = len(GroupSums._fields) + 2
 """Numbers in a row: sums over this worker's groups; on worker 0 the squared norm of the whole
 gradient, and whether it was clipped."""
-MOST_COST = 0.008
+MOST_COST = 0.004
 """Part of a worker's time that looking may take."""
 _RAREST = 64
 """Of so many steps at least one is looked at."""
@@ -121,8 +122,9 @@ class Norms:
         self._now: _Look | None = None
         self._every = 1
         self._costs_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._begun_s: deque[float] = deque(maxlen=_REMEMBERED + 1)
-        """When the last steps began, by the host's clock."""
+        self._begun_s = math.inf
+        self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
+        """How long the last steps took from the batch to the optimizer, by the host's clock."""
         self._told = False
 
     def forget(self) -> None:
@@ -139,7 +141,7 @@ class Norms:
             fresh: whether the gradient starts from nothing; otherwise that of the batch before is
                 part of it, and says nothing of this one.
         """
-        self._begun_s.append(time.perf_counter())
+        self._begun_s = time.perf_counter()
         before, self._now = self._now, None
         place = step % (self._every * (2 if self._alone else 1))
         second = self._alone and place == 1 and before is not None and before.step == step - 1
@@ -196,12 +198,17 @@ class Norms:
 
         return looking
 
-    def used(self, gradients: Sequence[Tensor]) -> None:
-        """An optimizer is about to use these gradients."""
+    def used(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to use its gradients."""
+        if self._begun_s < math.inf:
+            self._steps_s.append(time.perf_counter() - self._begun_s)
+            self._begun_s = math.inf
         look = self._now
-        if look is not None and self._sees_the_sum and look.over:
-            with self._timed(look):
-                look.used += [_number(_length(gradient)) for gradient in gradients]
+        if look is None or not (self._sees_the_sum and look.over):
+            return
+        with self._timed(look):
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            look.used += [_number(_length(p.grad)) for p in parameters if p.grad is not None]
 
     def row(self, step: int) -> Floats:
         """Return what is known of a step that is over; NaN where it was not looked at."""
@@ -229,9 +236,9 @@ class Norms:
     def _pace(self, cost_s: float) -> None:
         """Look as often as its cost allows."""
         self._costs_s.append(cost_s)
-        steps_s = np.diff(self._begun_s)
-        if len(steps_s):
-            dear = statistics.median(self._costs_s) / (MOST_COST * float(np.median(steps_s)))
+        if self._steps_s:
+            step_s = statistics.median(self._steps_s)
+            dear = statistics.median(self._costs_s) / (MOST_COST * step_s)
             self._every = min(2 ** max(0, math.ceil(math.log2(max(dear, 1e-9)))), _RAREST)
 
     def _summed(self, look: _Look) -> list[float] | None:

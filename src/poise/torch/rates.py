@@ -53,6 +53,10 @@ class Ramp:
         )
         return batch, gain
 
+    def rests_at(self, place: tuple[float, float]) -> bool:
+        """Whether it comes from there and goes nowhere else."""
+        return self.old == self.new == place
+
     def towards(self, plan: Plan) -> "Ramp":
         """Return the ramp in the next step, under this plan."""
         new = (float(plan.global_batch), plan.gain)
@@ -112,7 +116,8 @@ class Rates:
     def _before_step(self, *_: Any) -> None:
         self._restore()  # a step that raised left its settings behind
         self._ramp = self._ramp.towards(self._plan())
-        self._users = [_replaced(group, self._adjustment(group)) for group in self._groups]
+        if not self._ramp.rests_at((self._start, 1.0)):
+            self._users = [_replaced(group, self._adjustment(group)) for group in self._groups]
 
     def _after_step(self, *_: Any) -> None:
         self._restore()
