@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from poise.errors import InfeasibleSplit
 from poise.verify.causes import Cause
 from poise.verify.comparison import DOUBLE, HALF, SINGLE, distances, precision_of
 from poise.verify.observation import Observation, Runs, StepSeen, Variant, kept, read, write
+from poise.verify.observer import Observer
 from poise.verify.samples import same_sample, samples_of
 from poise.verify.split import unequal_split
 from poise.verify.verdict import Verdict, judge
@@ -491,3 +493,9 @@ def test_distances_are_parts_of_the_largest_value() -> None:
     assert distances(one, other) == {"a": 0.25, "b": math.inf}
     assert distances(one, {"a": one["a"]}) == {"a": 0.0, "b": 0.25}
     assert distances({}, {}) == {}
+
+
+def test_a_global_batch_that_may_move_stays_while_it_is_verified() -> None:
+    observer = Observer(1, Variant("alone"), mock.Mock())
+    settings = observer.settings(32, {"adapt": (16, 64), "rate": "linear", "seed": 3})
+    assert (settings["adapt"], settings["rate"], settings["seed"]) == (None, None, 3)

@@ -4,6 +4,7 @@ Speeds belong to devices: after a resume each worker gets what was known of a wo
 of its kind. A kind that is new counts as the mean of the others until it is measured.
 """
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Known:
         try:
             before = [str(kind) for kind in state["kinds"]]
             split = check_split(state["split"], len(before), sum(state["split"]))
-            gain = float(state.get("gain", 1.0))
+            gain = _checked_gain(state.get("gain", 1.0)) if fresh.adapt is not None else 1.0
             global_batch = fresh.nearest(sum(split))
             engine, change = fresh, Change(tuple(range(len(kinds))), global_batch)
             if state["engine"] is not None:
@@ -86,6 +87,12 @@ class Known:
             return Known(None, 1.0, engine, change)
         same = engine.global_batch == change.global_batch and _allowed(fresh, engine.split)
         return Known(split, gain, engine, None if same and state["engine"] is not None else change)
+
+
+def _checked_gain(gain: Any) -> float:
+    if not 0 < float(gain) < math.inf:
+        raise ValueError(f"gain={gain}")
+    return float(gain)
 
 
 def _allowed(engine: Engine, split: Split) -> bool:

@@ -50,7 +50,10 @@ class Observer:
         self._generators: tuple[Any, ...] = ()
 
     def settings(self, global_batch: int, stated: dict[str, Any]) -> dict[str, Any]:
-        """Return a Balancer's settings, with shares that suit the comparison."""
+        """Return a Balancer's settings, with shares that suit the comparison.
+
+        The global batch stays: both sides would have to move it alike.
+        """
         workers = _workers()
         shared = self._variant.arrangement == "shared"
         self._compressed = stated.get("comm_hook") is not None
@@ -60,6 +63,8 @@ class Observer:
         return {
             **stated,
             "policy": Fixed(unequal_split(workers, global_batch)) if shared else "even",
+            "adapt": None,
+            "rate": None,
             "comm_hook": None,
             "micro_batch": limit,
         }
