@@ -1,9 +1,8 @@
-"""Runs of the adaptive benchmark: two labs whose trainings take turns, then tests of the weights."""
+"""Runs of the adaptive benchmark: two labs whose trainings take turns, then tests."""
 
 import json
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,9 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from adaptive_setup import adaptdl_python, data_file
+from adaptive_setup import Say, adaptdl_python, data_file
 from adaptive_tasks import Task, accuracy, read_test
 from adaptive_turns import Block, Settings, turn_key
 
@@ -31,8 +29,8 @@ PEER = "adaptdl"
 
 _HERE = Path(__file__).parent
 _FIRST_STEPS = 4
-_STARTING = 0.5
-"""Cores of AdaptDL's workers while they start, which a lab cannot see the end of."""
+_STARTING = [0.5] * len(SPEEDS)
+"""Cores of workers while they start and end, which is no part of a training."""
 _SMOOTHED = 1
 """Neighbors on each side that a smoothed accuracy is the mean with."""
 
@@ -51,7 +49,7 @@ class Amount:
     def of(task: Task, *, quick: bool) -> "Amount":
         """Return how much of a task to do."""
         if quick:
-            return Amount(task.quick_samples, task.quick_target, task.quick_batches, 16, 3000)
+            return Amount(task.quick_samples, task.quick_target, task.quick_batches, 12, 2000)
         return Amount(task.samples, task.target, task.fixed_batches, 24, 10_000)
 
 
@@ -122,7 +120,7 @@ Runs = dict[str, Trained]
 """By the name of the training."""
 
 
-def run(task: Task, amount: Amount, seed: int, say: Callable[[str], None]) -> Runs:
+def run(task: Task, amount: Amount, seed: int, say: Say) -> Runs:
     """Train in all ways that are compared, with one seed; return the trainings with accuracies."""
     poise = ["ddp", *(f"fixed {batch}" for batch in amount.fixed_batches), "adaptive"]
     data = data_file(task.name, say)
@@ -138,6 +136,7 @@ def run(task: Task, amount: Amount, seed: int, say: Callable[[str], None]) -> Ru
             port=0,
         )
         runs = _train(settings, adaptdl_python(say), say)
+        say("testing")
         _test(task, amount, data, runs)
     return runs
 
@@ -174,7 +173,7 @@ class Members:
         self._turns += 1
 
 
-def _train(settings: Settings, python: Path, say: Callable[[str], None]) -> Runs:
+def _train(settings: Settings, python: Path, say: Say) -> Runs:
     """Start both labs, and let all trainings take turns until all are over."""
     peer_script = [str(_HERE / "adaptive_adaptdl.py"), "--python", str(python)]
     with ExitStack() as stack:
@@ -185,14 +184,15 @@ def _train(settings: Settings, python: Path, say: Callable[[str], None]) -> Runs
         peer.await_ready()
         ours.await_ready()
         peer_lab.set_speeds(SPEEDS)
-        where = {name: ours for name in settings.trainings} | {PEER: peer}
+        say("all workers are ready")
+        where = dict.fromkeys(settings.trainings, ours) | {PEER: peer}
         runs = _take_turns(where, settings.seed, say)
         for members in (ours, peer):
             members.end()
     return runs
 
 
-def _take_turns(where: dict[str, Members], seed: int, say: Callable[[str], None]) -> Runs:
+def _take_turns(where: dict[str, Members], seed: int, say: Say) -> Runs:
     runs: Runs = {name: Trained() for name in where}
     left, order = list(where), random.Random(seed)
     while left:
@@ -225,5 +225,3 @@ def _test(task: Task, amount: Amount, data: Path, runs: Runs) -> None:
         for steps, file in trained.files:
             trained.accuracies.append((steps, accuracy(model, np.load(file), test)))
         trained.files.clear()
-
-

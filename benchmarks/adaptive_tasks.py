@@ -20,7 +20,7 @@ CONTEXT = 64
 CHARACTERS = 64
 """At least as many as the text has."""
 _WIDTH, _HEADS, _LAYERS = 64, 4, 2
-_CHUNK = 500
+_CHUNK = 100
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,14 @@ class _Block(nn.Module):
         self.widen, self.narrow = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Let each character see those before it."""
         batch, length, _ = x.shape
         heads = self.attend(self.norm_1(x)).view(batch, length, 3, _HEADS, _WIDTH // _HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         seen = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(seen.transpose(1, 2).reshape(batch, length, _WIDTH))
-        x = x + self.narrow(gelu(self.widen(self.norm_2(x))))
-        return x
+        added: Tensor = self.narrow(gelu(self.widen(self.norm_2(x))))
+        return x + added
 
 
 class _Transformer(nn.Module):
@@ -163,14 +164,14 @@ IMAGES = Task(
     model=_convolutions,
     optimizer=_sgd,
     global_batch=64,
-    learning_rate=0.02,
-    lr_power=1.0,
-    fixed_batches=(32, 64, 128, 256, 512),
+    learning_rate=0.04,
+    lr_power=0.5,
+    fixed_batches=(64, 128, 256, 512),
     adapt=(32, 1024),
-    samples=60_000,
-    target=0.87,
-    quick_samples=24_000,
-    quick_target=0.84,
+    samples=50_000,
+    target=0.84,
+    quick_samples=16_000,
+    quick_target=0.76,
     quick_batches=(64, 128),
 )
 TEXT = Task(
@@ -178,15 +179,15 @@ TEXT = Task(
     title="King James text, character transformer, AdamW",
     model=_Transformer,
     optimizer=_adamw,
-    global_batch=16,
-    learning_rate=0.003,
+    global_batch=32,
+    learning_rate=0.008,
     lr_power=0.5,
-    fixed_batches=(8, 16, 32, 64, 128),
-    adapt=(8, 256),
-    samples=20_000,
+    fixed_batches=(32, 64, 128, 256),
+    adapt=(16, 512),
+    samples=16_000,
     target=0.45,
     quick_samples=8_000,
     quick_target=0.40,
-    quick_batches=(16, 32),
+    quick_batches=(32, 64),
 )
 TASKS = {task.name: task for task in (IMAGES, TEXT)}

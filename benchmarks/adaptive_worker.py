@@ -19,7 +19,7 @@ from adaptive_turns import Settings, Training, serve
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from poise.torch import Balancer, Fixed
+from poise.torch import Balancer
 
 _WARM_UP = 20
 """Steps of a training that say nothing of its cost."""
@@ -114,16 +114,14 @@ def measuring_cost(settings: Settings, rounds: int) -> dict[str, list[float]]:
     """Return CPU seconds of steps, over all workers, by what is done in them.
 
     "plain" and "again" train with a fixed batch, "measured" measures the noise but has a range of
-    one batch, so that all three do the same apart from that. They make one step each in turns.
+    one batch, so that all three do the same apart from that. They make one step each in turns. All
+    of them balance; workers are equal, so that the sum does not depend on the split.
     """
     data, batch = read_train(Path(settings.data)), settings.the_task.global_batch
-    workers = dist.get_world_size()
-    even = Fixed([batch // workers] * workers)
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "again": {}, "measured": {}}
     kinds["measured"]["adapt"] = (batch, batch)
     trainings = {
-        name: Balanced(settings, name, data, batch, policy=even, **options)
-        for name, options in kinds.items()
+        name: Balanced(settings, name, data, batch, **options) for name, options in kinds.items()
     }
     steps = {name: each.train() for name, each in trainings.items()}
     spent = torch.zeros(rounds, len(steps))
