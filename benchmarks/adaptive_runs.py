@@ -177,17 +177,19 @@ def _train(settings: Settings, python: Path, say: Say) -> Runs:
     """Start both labs, and let all trainings take turns until all are over."""
     peer_script = [str(_HERE / "adaptive_adaptdl.py"), "--python", str(python)]
     with ExitStack() as stack:
-        lab = stack.enter_context(Lab(SPEEDS))
-        peer_lab = stack.enter_context(Lab([_STARTING] * len(SPEEDS), from_start=True))
-        peer = Members(peer_lab, peer_script, replace(settings, trainings=[PEER]))
-        ours = Members(lab, [str(_HERE / "adaptive_worker.py")], settings)
-        peer.await_ready()
-        ours.await_ready()
-        peer_lab.set_speeds(SPEEDS)
+        labs = [stack.enter_context(Lab(_STARTING, from_start=True)) for _ in range(2)]
+        peer = Members(labs[0], peer_script, replace(settings, trainings=[PEER]))
+        ours = Members(labs[1], [str(_HERE / "adaptive_worker.py")], settings)
+        for members in (peer, ours):
+            members.await_ready()
+        for lab in labs:
+            lab.set_speeds(SPEEDS)
         say("all workers are ready")
         where = dict.fromkeys(settings.trainings, ours) | {PEER: peer}
         runs = _take_turns(where, settings.seed, say)
-        for members in (ours, peer):
+        for lab in labs:
+            lab.set_speeds(_STARTING)
+        for members in (peer, ours):
             members.end()
     return runs
 
