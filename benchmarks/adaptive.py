@@ -14,7 +14,7 @@ samples. The target is an accuracy that the starting batch reaches well before t
 (6/6/4/32), scaled to 1.35 cores in all, one torch thread each, in `poise.lab`.
 
 **Trainings.** ddp: DistributedDataParallel with the starting batch. fixed N: Poise, balanced, with
-the global batch N; the learning rate follows it by the usual rule (docs of `Task`: square root).
+the global batch N and the learning rate times the square root of N over the starting batch.
 adaptive: Poise with a range of global batches, from the starting batch on. adaptdl: AdaptDL 0.2.11
 in its own environment on a second lab with the same quotas, same start, learning rate and highest
 batch; what it needs to run here and to decide as often as in a long training is in
@@ -28,7 +28,7 @@ before and after it, reaches the target, on a line between tests. Best fixed bat
 the least time, known in hindsight; geometric mean over seeds. Faster beyond seed noise: the upper
 end of the one-sided 95 % t-interval of the mean log ratio over seeds is below 1; with one seed, the
 ratio itself. A training that never reaches the target counts with all its time, which favors it.
-Final accuracy: mean of the last two tests; not below beyond seed noise means that the upper end of
+Final accuracy: mean of the last three tests; not below beyond seed noise means that the upper end of
 the one-sided 95 % t-interval of the mean difference is at least 0; with one seed, the difference
 itself. Noise measurement: CPU time of a step, over all workers, of Poise with a range of one batch,
 which measures and never moves, over that with a fixed batch, minus 1: median over single steps
@@ -259,7 +259,7 @@ def cost_of_measuring(task: Task, data: Path, *, quick: bool) -> dict[str, list[
         folder="",
         port=0,
     )
-    rounds = 120 if quick else 600
+    rounds = 100 if quick else 600
     results = run_workers(
         measuring_cost, settings, rounds, workers=_COST_WORKERS, limit_s=_COST_LIMIT_S
     )

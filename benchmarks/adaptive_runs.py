@@ -31,6 +31,8 @@ _HERE = Path(__file__).parent
 _FIRST_STEPS = 4
 _STARTING = [0.5] * len(SPEEDS)
 """Cores of workers while they start and end, which is no part of a training."""
+_LAST = 3
+"""Tests of which the final accuracy is the mean."""
 _SMOOTHED = 1
 """Neighbors on each side that a smoothed accuracy is the mean with."""
 
@@ -49,7 +51,7 @@ class Amount:
     def of(task: Task, *, quick: bool) -> "Amount":
         """Return how much of a task to do."""
         if quick:
-            return Amount(task.quick_samples, task.quick_target, task.quick_batches, 12, 2000)
+            return Amount(task.quick_samples, task.quick_target, task.quick_batches, 10, 2000)
         return Amount(task.samples, task.target, task.fixed_batches, 24, 10_000)
 
 
@@ -84,8 +86,8 @@ class Trained:
 
     @property
     def final(self) -> float:
-        """The accuracy at the end."""
-        return self.smoothed[-1]
+        """The accuracy at the end, as the mean of the last tests."""
+        return float(np.mean([value for _, value in self.accuracies[-_LAST:]]))
 
     def seconds(self, steps: int | None = None) -> float:
         """Return the time of the first steps, or of all."""
