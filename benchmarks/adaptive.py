@@ -5,10 +5,10 @@ takes less than three minutes once data and AdaptDL are set up: one task, one se
 and fixed batches; the bars are the same. All takes about 45 minutes.
 
 **Tasks.** images: Fashion-MNIST, a small convolutional network, SGD with momentum. text: the King
-James text, a character transformer, AdamW; accuracy is that of the next character. Starting batch
-and learning rate are those with the best accuracy after the same number of samples, in one process
-and before any comparison; learning rates have no schedule. A training ends after a fixed number of
-samples. The target is an accuracy that the starting batch reaches well before that.
+James text, a character transformer, AdamW; accuracy is that of the next character. The learning
+rate is chosen for the starting batch by accuracy after a fixed number of samples, in one process
+and before any comparison; it has no schedule. A training ends after a fixed number of samples. The
+target is an accuracy that the starting batch reaches well before that.
 
 **Cluster.** Four workers under CPU quotas in the core ratios of OmniLearn's heterogeneity level 8
 (6/6/4/32), scaled to 1.35 cores in all, one torch thread each, in `poise.lab`.
@@ -26,13 +26,13 @@ at equal distances in samples and tested after all training is over, so tests ta
 **Figures.** Time to the target: the first time at which the accuracy, as its mean with the tests
 before and after it, reaches the target, on a line between tests. Best fixed batch: the one with
 the least time, known in hindsight; geometric mean over seeds. Faster beyond seed noise: the upper
-end of the one-sided 95 % t-interval of the mean log ratio over seeds is below 1; with one seed, the
-ratio itself. A training that never reaches the target counts with all its time, which favors it.
-Final accuracy: mean of the last three tests; not below beyond seed noise means that the upper end of
-the one-sided 95 % t-interval of the mean difference is at least 0; with one seed, the difference
-itself. Noise measurement: CPU time of a step, over all workers, of Poise with a range of one batch,
-which measures and never moves, over that with a fixed batch, minus 1: median over single steps
-that take turns, on two equal workers with a core each.
+end of the one-sided 95 % t-interval of the mean log ratio over seeds is below 1; with one seed,
+the ratio itself. A training that never reaches the target counts with all its time, which favors
+it. Final accuracy: mean of the last three tests; not below beyond seed noise means that the upper
+end of the one-sided 95 % t-interval of the mean difference is at least 0; with one seed, the
+difference itself. Noise measurement: CPU time of a step, over all workers, of Poise with a range
+of one batch, which measures and never moves, over that with a fixed batch, minus 1: median over
+single steps that take turns, on two equal workers with a core each.
 """
 
 import argparse

@@ -49,8 +49,8 @@ class Task:
     def learning_rate_of(self, global_batch: int) -> float:
         """Return the learning rate of a training with another fixed batch: by square root.
 
-        Of the two usual rules it is the better one for both tasks; with the linear one, batches
-        from four times the start on learn more slowly or not at all.
+        That is the usual rule for AdamW. SGD's usual one, in proportion, learns more slowly here
+        from four times the starting batch on.
         """
         return self.learning_rate * math.sqrt(global_batch / self.global_batch)
 
