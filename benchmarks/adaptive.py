@@ -205,6 +205,10 @@ def explained(found: Found, other: str) -> str:
             f" (balancing at the same batch x {balance:.2f}, by the cores not below "
             f"{ceiling:.2f}; a larger batch x {speed / balance:.2f})"
         )
+    if other == PEER:
+        own = _per_sample(found, PEER) / _per_sample(found, "ddp")
+        refit_s = statistics.mean(each.states[-1][1]["refit_s"] for each in found.each(PEER))
+        parts += f" (its own is x {own:.2f} of ddp's, without {refit_s:.1f} s of refits)"
     return parts
 
 

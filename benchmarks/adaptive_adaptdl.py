@@ -112,6 +112,7 @@ class Peer(Training):
         self._sync = self._loader._elastic._sync_local_bsz
         self._loader._elastic._sync_local_bsz = self._decide
         self._paused_s: float | None = None
+        self._refit_s = 0.0
 
     def train(self) -> Iterator[int]:
         """Train for ever."""
@@ -127,12 +128,13 @@ class Peer(Training):
             self._metrics._metrics_state().step_start += time.time() - self._paused_s
 
     def state(self) -> dict[str, Any]:
-        """Return noise and learning rate."""
+        """Return noise, learning rate, and the time of all refits."""
         noise, norm = self._shared.gns.var_avg(), self._shared.gns.sqr_avg()
         start = self.task.global_batch  # its variance is that of a batch of this many samples
         return {
             "noise": start * noise / norm if norm > 0 else None,
             "lr_factor": float(self._shared._state.lr_factor),
+            "refit_s": self._refit_s,
         }
 
     def _decide(self) -> Any:
@@ -140,7 +142,9 @@ class Peer(Training):
         begun_s = time.perf_counter()
         if torch.distributed.get_rank() == 0 and self._metrics._metrics_state().profile:
             self._metrics._fit_perf_params()
-        self.left_out_s += time.perf_counter() - begun_s
+        refit_s = time.perf_counter() - begun_s
+        self.left_out_s += refit_s
+        self._refit_s += refit_s
         self._window.move_on()
         return self._sync()
 
