@@ -46,13 +46,16 @@ class Amount:
     fixed_batches: tuple[int, ...]
     snapshots: int
     test_samples: int
+    """For accuracy over time."""
+    last_test_samples: int
+    """For the accuracy at the end."""
 
     @staticmethod
     def of(task: Task, *, quick: bool) -> "Amount":
         """Return how much of a task to do."""
         if quick:
-            return Amount(task.quick_samples, task.quick_target, task.quick_batches, 10, 2000)
-        return Amount(task.samples, task.target, task.fixed_batches, 24, 10_000)
+            return Amount(task.quick_samples, task.quick_target, task.quick_batches, 10, 2000, 4000)
+        return Amount(task.samples, task.target, task.fixed_batches, 20, 4000, 10_000)
 
 
 @dataclass
@@ -66,6 +69,8 @@ class Trained:
     """Steps made so far, and what the training said of itself then."""
     accuracies: list[tuple[int, float]] = field(default_factory=list)
     """Steps made so far, and the accuracy then."""
+    last_accuracies: list[float] = field(default_factory=list)
+    """Those of the last tests."""
     files: list[tuple[int, str]] = field(default_factory=list)
     """The weights that are yet to be tested."""
 
@@ -87,7 +92,7 @@ class Trained:
     @property
     def final(self) -> float:
         """The accuracy at the end, as the mean of the last tests."""
-        return float(np.mean([value for _, value in self.accuracies[-_LAST:]]))
+        return float(np.mean(self.last_accuracies))
 
     def seconds(self, steps: int | None = None) -> float:
         """Return the time of the first steps, or of all."""
@@ -224,8 +229,13 @@ def _summary(name: str, trained: Trained) -> str:
 
 def _test(task: Task, amount: Amount, data: Path, runs: Runs) -> None:
     """Test all weights that were kept, now that no training is disturbed by it."""
-    test, model = read_test(data, amount.test_samples), task.model()
+    model, inputs, targets = task.model(), *read_test(data)
+
+    def tested(file: str, samples: int) -> float:
+        return accuracy(model, np.load(file), inputs[:samples], targets[:samples])
+
     for trained in runs.values():
-        for steps, file in trained.files:
-            trained.accuracies.append((steps, accuracy(model, np.load(file), test)))
-        trained.files.clear()
+        files, last = trained.files, trained.files[-_LAST:]
+        trained.accuracies = [(steps, tested(file, amount.test_samples)) for steps, file in files]
+        trained.last_accuracies = [tested(file, amount.last_test_samples) for _, file in last]
+        trained.files = []

@@ -67,10 +67,10 @@ def read_train(path: Path) -> "Dataset[Any]":
     return TensorDataset(torch.from_numpy(inputs), torch.from_numpy(targets))
 
 
-def read_test(path: Path, most: int) -> tuple[Tensor, Tensor]:
-    """Return the first samples that are kept for tests."""
+def read_test(path: Path) -> tuple[Tensor, Tensor]:
+    """Return the samples that are kept for tests, of which any first ones are a fair sample."""
     with np.load(path) as arrays:
-        inputs, targets = arrays["test_inputs"][:most], arrays["test_targets"][:most]
+        inputs, targets = arrays["test_inputs"], arrays["test_targets"]
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
@@ -90,13 +90,13 @@ def weights(model: nn.Module) -> Any:
 
 
 @torch.inference_mode()
-def accuracy(model: nn.Module, values: Any, test: tuple[Tensor, Tensor]) -> float:
+def accuracy(model: nn.Module, values: Any, inputs: Tensor, targets: Tensor) -> float:
     """Return the part of guesses that is right, with these weights."""
     vector_to_parameters(torch.from_numpy(values), model.parameters())
     right = 0
-    for inputs, targets in zip(test[0].split(_CHUNK), test[1].split(_CHUNK), strict=True):
-        right += int((model(inputs).argmax(dim=1) == targets).sum())
-    return right / test[1].numel()
+    for some, wanted in zip(inputs.split(_CHUNK), targets.split(_CHUNK), strict=True):
+        right += int((model(some).argmax(dim=1) == wanted).sum())
+    return right / targets.numel()
 
 
 def _convolutions() -> nn.Module:
