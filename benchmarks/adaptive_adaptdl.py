@@ -26,7 +26,7 @@ from adaptive_turns import Settings, Training, serve
 from torch import Tensor
 from torch.utils.data import Dataset
 
-_DECISIONS = 12
+_DECISIONS = 8
 """How often a training may change its batch."""
 
 
