@@ -407,7 +407,7 @@ def train_adaptively(
     stop_at: int = 10**9,
     start: Course | None = None,
     record: str | None = None,
-    rate: str | None = None,
+    micro_batch: list[int | None] | None = None,
 ) -> Course:
     """Train, perhaps up to a step, perhaps from where another one stopped."""
     torch.set_num_threads(1)
@@ -416,7 +416,11 @@ def train_adaptively(
     with (
         every_step(),
         Balancer(
-            recipe.global_batch, policy=policy, adapt=(8, 240), record=record, rate=rate
+            recipe.global_batch,
+            policy=policy,
+            adapt=(8, 240),
+            record=record,
+            micro_batch=micro_batch,
         ) as balancer,
     ):
         loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
@@ -429,8 +433,12 @@ def train_adaptively(
             scheduler.load_state_dict(start.state["scheduler"])
         for _ in balancer.epochs(recipe.epochs):
             for inputs, targets, samples in batches:
-                loss = nn.functional.cross_entropy(shared(inputs), targets)
-                loss.backward()
+                if micro_batch is None:
+                    nn.functional.cross_entropy(shared(inputs), targets).backward()
+                else:
+                    for part in balancer.micro_batches((inputs, targets)):
+                        with part as (some, their):
+                            nn.functional.cross_entropy(shared(some), their).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
@@ -535,6 +543,19 @@ def check_rates(course: Course) -> None:
     expected = [rate * course.rates[0][1] / expected[1] for rate in expected]
     for samples, rate, _ in course.rates:
         assert rate == pytest.approx(expected[samples // 24], rel=1e-9)
+
+
+def in_limited_parts(recipe: Recipe, policy: Any) -> Course:
+    return train_adaptively(recipe, policy, micro_batch=[2, 16, None])
+
+
+def test_a_global_batch_grows_past_what_fits_at_once(workers: Workers) -> None:
+    """By accumulation, in as many parts as each worker needs."""
+    courses = workers.run(in_limited_parts, RECIPE, Shares((1, 3, 8), 0.3), workers=3)
+    largest = max(split for split, _ in courses[0].plans)
+    assert largest[0] > 4
+    assert largest[1] > 32
+    assert distance(courses[0].weights, train_plainly(RECIPE, courses[0])) < 100 * EXACT
 
 
 def test_auto_adapts_too_and_stays_exact(workers: Workers) -> None:
