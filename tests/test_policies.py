@@ -1,5 +1,6 @@
 """Laws of policies and of the engine that runs them; virtual workers, no processes."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poise.core.goodput import best_batch
+from poise.core.goodput import best_batch, goodput
 from poise.core.limits import Limits
-from poise.core.noise import GroupSums
+from poise.core.noise import GroupSums, NoiseEstimate, NoiseTrack, summed_noise_scale
 from poise.core.observation import Change, Event, Observation
-from poise.core.split import Split, even_split, optimal_split
+from poise.core.plain import to_plain
+from poise.core.revised import revised
+from poise.core.split import Split, apportion, even_split, optimal_split
 from poise.core.timing import Floats, SpeedModel
-from poise.engine.adaptation import Adaptation
+from poise.engine.adaptation import Adaptation, AdaptationState
 from poise.engine.bsp import Engine
-from poise.errors import InfeasibleSplit, InvalidSetting, StateMismatch
+from poise.errors import InfeasibleSplit, InvalidSetting, PoiseError, StateMismatch
 from poise.policy import (
     Auto,
     Bounds,
@@ -701,6 +704,93 @@ def test_a_gain_that_changes_is_told_though_the_split_stays() -> None:
     assert all(later < earlier * 0.96 and "is worth" in why for earlier, later, why in news)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("start", "scale", "fixed_s", "per_sample_s"),
+    [(32, 66.0, 0.004, 0.00002), (64, 200.0, 0.1, 0.0001), (64, 20.0, 0.1, 0.0001)],
+)
+def test_what_larger_batches_take_is_tried_where_only_one_was_seen(
+    workers: int, start: int, scale: float, fixed_s: float, per_sample_s: float
+) -> None:
+    """Equal workers never see another local batch by balancing; a guess must not stand for ever."""
+    truth = SpeedModel.of([fixed_s] * workers, [per_sample_s] * workers)
+    limits = Limits.of(workers)
+    adapt = Adaptation(lowest=8, highest=2048)
+    timetable, engine = Engine(Auto(), workers, start, adapt).start()
+    draw = np.random.default_rng(1)
+    group = gradients(trace=scale, grad_sq=1.0)
+    for step in range(400):
+        plan = timetable.at(step)
+        seen = observe(truth, step, 0, plan.split, np.exp(0.02 * draw.standard_normal(workers)))
+        parts = apportion((1, 1), plan.global_batch)
+        sums, whole = group(np.array(parts), draw)  # as from micro-batches
+        rows = np.zeros((workers, 4))
+        rows[0] = sums.sum(axis=0)
+        seen = replace(seen, group_sums=rows, global_sqnorm=whole)
+        new, engine = engine.update([seen], step + 2)
+        timetable = timetable if new is None else timetable.announce(new)
+    best = best_batch(truth, limits, scale, start, (8, 2048))
+    reached = goodput(truth, limits, scale, start, engine.global_batch)
+    assert reached > 0.9 * goodput(truth, limits, scale, start, best)
+    sizes = [plan.global_batch for plan in timetable.plans]
+    assert len(sizes) <= 8
+    assert all(after <= 2 * max(sizes[: at + 1]) for at, after in enumerate(sizes[1:]))
+
+
+def test_a_gain_stays_possible_for_the_batch_it_is_used_with() -> None:
+    """Also where the noise scale has no upper end, below the start, and after a change."""
+    adapt = Adaptation(lowest=8, highest=4096)
+    noise = NoiseTrack(memory_samples=1e4)
+    for number in range(12):
+        noise = noise.update(NoiseEstimate(500.0 + number % 3, 0.2 * (-1) ** number, 256.0))
+    low, high = noise.interval()
+    assert high is None
+    assert low > 100
+    below = adapt.thought_over(AdaptationState(noise), 64, 256, moved=True)
+    assert below.gain == pytest.approx((low / 256 + 1) / (low / 64 + 1))
+    above = adapt.thought_over(AdaptationState(noise), 512, 256, moved=True)
+    assert above.gain == pytest.approx((low / 256 + 1) / (low / 512 + 1))
+    _, engine = Engine(Auto(), 2, 256, adapt).start()
+    far = revised(engine, global_batch=512, adapted=AdaptationState(noise, gain=6.9))
+    assert far.gain == 2.0
+
+
+def test_a_training_that_diverges_says_nothing_of_noise() -> None:
+    sums = GroupSums.of(4.0, 4, 1e160) + GroupSums.of(4.0, 4, 2e160)
+    assert summed_noise_scale(sums, 1e160) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"gain": float("nan")},
+        {"clipped_share": -1.0},
+        {"quiet": -1},
+        {"looked": -1},
+        {"noise": {"memory_samples": 0.0}},
+        {"noise": {"trace": float("inf")}},
+    ],
+    ids=str,
+)
+def test_a_damaged_adaptation_is_refused(damage: dict[str, Any]) -> None:
+    _, engine = Engine(Auto(), 2, 64, Adaptation(lowest=8, highest=4096)).start()
+    state = json.loads(json.dumps(engine.state_dict()))
+    for name, value in damage.items():
+        if isinstance(value, dict):
+            state["adapted"][name].update(to_plain(value))
+        else:
+            state["adapted"][name] = to_plain(value)
+    with pytest.raises(PoiseError):
+        engine.load_state_dict(state)
+
+
+def test_a_state_from_before_splits_were_saved_still_loads() -> None:
+    _, engine = Engine(Auto(), 2, 64).start()
+    state = engine.state_dict()
+    del state["split"]
+    assert engine.load_state_dict(state).split == ()
+
+
 def test_an_engine_goes_on_with_its_own_range_and_start() -> None:
     """What was learned without adaptation, or with another range, serves another engine."""
     model = by_cores(CORES[4], fixed_share=0.5)
@@ -865,7 +955,25 @@ def test_gradients_that_say_nothing_of_noise_are_left_out(
 
 def test_a_range_of_global_batches_below_the_workers_is_refused_at_the_start() -> None:
     with pytest.raises(InfeasibleSplit, match="at least 8"):
-        Engine(Auto(), 8, 16, Adaptation(lowest=2, highest=4)).start()
+        Engine(Auto(), 8, 4, Adaptation(lowest=2, highest=4)).start()
+
+
+def test_only_what_the_bounds_allow_of_a_range_is_used() -> None:
+    """The highest global batch may be no sum of multiples, or too large for all bounds."""
+    for bounds in (Bounds(multiple_of=16), Bounds(max_batch=64)):
+        adapt = Adaptation(lowest=16, highest=300)
+        timetable, engine = Engine(Auto(bounds=bounds), 4, 128, adapt).start()
+        draw = np.random.default_rng(0)
+        model = by_cores(CORES[1], fixed_share=0.5)
+        for step in range(200):
+            plan = timetable.at(step)
+            seen = observe(model, step, 0, plan.split, np.ones(4))
+            local, whole = gradients(3000.0, 1.0)(np.array(plan.split), draw)
+            seen = replace(seen, group_sums=local, global_sqnorm=whole)
+            new, engine = engine.update([seen], step + 2)
+            timetable = timetable if new is None else timetable.announce(new)
+        assert 200 < engine.global_batch <= 300
+        assert bounds.limits(4).allow(engine.split)
 
 
 @pytest.mark.parametrize("origin", [(0, 7), (0, -1)])

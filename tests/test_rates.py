@@ -1,6 +1,8 @@
 """Learning rates that follow the global batch while an optimizer steps."""
 
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from poise.core.plan import Plan
+from poise.errors import InvalidSetting
 from poise.torch.rates import Rates, rule_for
 
 
@@ -96,9 +99,16 @@ def test_momentum_makes_a_change_gradual() -> None:
     course.step(64)
     factors = [course.step(256, gain=3.0)[0]["lr"] / 0.1 for _ in range(6)]
     assert factors == pytest.approx([1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
-    down = [course.step(64)[0]["lr"] / 0.1 for _ in range(5)]
-    assert down[-1] == pytest.approx(1.0)
-    assert down == sorted(down, reverse=True)
+    assert course.step(64)[0]["lr"] == 0.1, "down it goes at once"
+    course.step(256, gain=3.0)
+    assert course.step(256, gain=3.2)[0]["lr"] == pytest.approx(0.1 * (1.5 + 1.7 / 4))
+
+
+def test_slow_momentum_stays_slow_when_a_change_meets_another() -> None:
+    course = Course(lambda groups: sgd(groups, momentum=0.99))
+    factors = [course.step(256, gain=3.0)[0]["lr"] / 0.1 for _ in range(20)]
+    factors += [course.step(256, gain=3.3)[0]["lr"] / 0.1 for _ in range(20)]
+    assert max(after - before for before, after in pairwise(factors)) < 0.03
 
 
 def test_adam_follows_the_square_root_with_betas_and_eps() -> None:
@@ -133,6 +143,54 @@ def test_a_learning_rate_in_a_tensor_stays_the_same_tensor() -> None:
     assert course.step(128, gain=1.5)[0]["lr"] == pytest.approx(0.15)
     assert course.optimizer.param_groups[0]["lr"] is kept
     assert float(kept) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_groups_may_share_the_tensor_of_their_rate(kind: str) -> None:
+    layers = nn.Linear(2, 1), nn.Linear(2, 1)
+    shared = torch.tensor(0.1)
+    groups = [{"params": list(layer.parameters())} for layer in layers]
+    optimizer = getattr(torch.optim, kind)(groups, lr=shared)
+    plan = Plan((256,), gain=2.0)
+    hooks = Rates(optimizer, None, 64, lambda: plan).hooks()
+    seen = Seeing(optimizer)
+    for _ in range(30):
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert [group["lr"] for group in seen.steps[-1]] == pytest.approx([0.2, 0.2])
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
+    for hook in hooks:
+        hook.remove()
+
+
+def test_what_remembers_sizes_is_kept_from_forgetting_all() -> None:
+    """RAdam with a second beta of 2/3 or less stops dividing by the size of gradients."""
+    make = lambda groups: torch.optim.RAdam(groups, lr=0.1, betas=(0.0, 0.99))  # noqa: E731
+    assert Course(make).step(64 * 64)[0]["betas"] == (0.0, 0.9)
+
+
+def test_a_second_order_step_keeps_its_length_and_a_rate_is_needed() -> None:
+    assert rule_for(torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])) == "none"
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    del optimizer.param_groups[0]["lr"]
+    with pytest.raises(InvalidSetting, match="SGD has no learning rate 'lr'"):
+        Rates(optimizer, None, 8, lambda: Plan((8,)))
+
+
+def test_a_rate_that_the_user_sets_after_a_failed_step_stays() -> None:
+    course = Course(sgd)
+    course.step(64)
+    hook = course.optimizer.register_step_pre_hook(mock.Mock(side_effect=RuntimeError("no")))
+    with pytest.raises(RuntimeError, match="no"):
+        course.step(256, gain=2.0)
+    hook.remove()
+    course.optimizer.param_groups[0]["lr"] = 0.01
+    course.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert [g["lr"] for g in course.step(256, gain=2.0)] == pytest.approx([0.02, 0.8, 0.2])
+    course.rates.restore()
+    assert [g["lr"] for g in course.optimizer.param_groups] == pytest.approx([0.01, 0.4, 0.1])
 
 
 def test_a_step_that_raises_leaves_nothing_behind_for_the_next() -> None:

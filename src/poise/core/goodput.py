@@ -76,19 +76,12 @@ def best_batch(
     or another bucket decides its time, and with micro-batches where a worker needs one pass more.
     The whole batches around each candidate are compared by their integer splits.
     """
-    if not (math.isfinite(noise_scale) and noise_scale >= 0):
-        raise InvalidSetting(f"noise_scale={noise_scale} is not a number of samples from 0 up")
     low, high = _feasible(limits, allowed)
-    candidates = {low, high}
-    for bottom, top in _promising(model, limits, noise_scale, _segments(model, limits, low, high)):
-        candidates.add(_peak(model, limits, noise_scale, bottom, top))
-    rough = {batch: _rough(model, limits, noise_scale, batch) for batch in candidates}
+    rough = _candidates(model, limits, noise_scale, low, high)
     found: dict[int, float] = {}
     for candidate in sorted(rough, key=lambda batch: -rough[batch])[:_FINALISTS]:
-        # Whole samples only make a step longer, so that the rough goodput is never exceeded.
-        highest = rough[candidate] * (noise_scale + start) * _NEARBY
-        if found and highest < max(found.values()):
-            continue
+        if found and rough[candidate] * (noise_scale + start) * _NEARBY < max(found.values()):
+            continue  # whole samples only make a step longer
         for center in (candidate, *_full(model, limits, candidate)):
             for batch in _around(center, limits):
                 if low <= batch <= high and batch not in found:
@@ -102,6 +95,30 @@ def best_batch(
     best = max(found, key=lambda batch: (found[batch], -batch))
     optimal_split(model, best, limits)  # raises if no global batch of the range can be split
     return best
+
+
+def most_goodput(
+    model: SpeedModel, limits: Limits, noise_scale: float, start: int, allowed: tuple[int, int]
+) -> float:
+    """Return a goodput that no global batch exceeds, at less than half the cost of the best one.
+
+    It is the best of divisible samples: whole ones only make a step longer.
+    """
+    low, high = _feasible(limits, allowed)
+    rough = _candidates(model, limits, noise_scale, low, high)
+    return max(rough.values()) * (noise_scale + start) * _NEARBY
+
+
+def _candidates(
+    model: SpeedModel, limits: Limits, noise_scale: float, low: int, high: int
+) -> dict[int, float]:
+    """Return the best global batch of each segment, and both ends, with their rough goodputs."""
+    if not (math.isfinite(noise_scale) and noise_scale >= 0):
+        raise InvalidSetting(f"noise_scale={noise_scale} is not a number of samples from 0 up")
+    candidates = {low, high}
+    for bottom, top in _promising(model, limits, noise_scale, _segments(model, limits, low, high)):
+        candidates.add(_peak(model, limits, noise_scale, bottom, top))
+    return {batch: _rough(model, limits, noise_scale, batch) for batch in candidates}
 
 
 def _feasible(limits: Limits, allowed: tuple[int, int]) -> tuple[int, int]:

@@ -34,6 +34,8 @@ GROUPS = 2
 """The fewest local gradients that show a difference."""
 _ROUNDING = 1e-6
 """Counts may have been added up in single precision."""
+_LARGEST_SQUARE = 1e70
+"""The square of this is still far from the largest number."""
 _LARGEST_EXPONENT = 700.0
 """e to this power is still a finite number."""
 
@@ -181,6 +183,8 @@ def summed_noise_scale(sums: GroupSums, global_sqnorm: float) -> NoiseEstimate |
     if between <= _ROUNDING / samples:
         return None
     trace = (sums.sqnorms / sums.total - global_sqnorm) / between
+    if not abs(trace) + global_sqnorm < _LARGEST_SQUARE:
+        return None  # a training that diverges
     return NoiseEstimate(trace, global_sqnorm - trace / samples, samples)
 
 
@@ -231,6 +235,10 @@ class NoiseTrack:
                 f"memory_samples={self.memory_samples} is not above 0 and finite; "
                 "give the samples of some hundred steps"
             )
+        averages = (self.weight, self.weight_sq, self.trace, self.grad_sq)
+        spreads = (self.trace_var, self.grad_sq_var, self.covariance)
+        if self.estimates < 0 or not all(map(math.isfinite, (*averages, *spreads))):
+            raise InvalidSetting("a noise track has numbers that are not finite; start a new one")
 
     def update(self, estimate: NoiseEstimate) -> "NoiseTrack":
         """Return the track with one more step."""

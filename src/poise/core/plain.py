@@ -122,6 +122,9 @@ def _read_dataclass(kind: Any, data: Any) -> Any:
         if field.name not in data and not optional:
             raise ValueError(f"{kind.__name__} needs {field.name}")
         object.__setattr__(made, field.name, _read(hints[field.name], data.get(field.name)))
+    check = getattr(made, "__post_init__", None)
+    if check is not None:
+        check()
     return made
 
 

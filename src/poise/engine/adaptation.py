@@ -1,17 +1,23 @@
 """The global batch that learns fastest, and what a step of it is worth."""
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
-from poise.core.goodput import best_batch, goodput
+from poise.core.goodput import best_batch, goodput, most_goodput
 from poise.core.learning_rate import gain, steady_gain
 from poise.core.noise import GroupSums, NoiseTrack, summed_noise_scale
 from poise.core.observation import Observation
 from poise.core.plan import Forecast
-from poise.errors import InvalidSetting
+from poise.core.revised import revised
+from poise.errors import InfeasibleSplit, InvalidSetting
 
-_CLIPPING_MEMORY = 20
+_CLIPPING_MEMORY = 10
 """Steps looked at of which the share of clipped ones is taken."""
 _SELDOM = 4
+_REACH = 2.0
+"""How many times as large or small as those tried a global batch may be,"""
+_TRIAL, _APART = 1.5, 1.2
+"""how much larger one is that is tried, and how far apart two are that show a slope."""
 _NEWS = 0.05
 """A gain that differs by more than this part is told to all workers."""
 
@@ -30,6 +36,16 @@ class AdaptationState:
     """Of the steps of late, those whose gradient was clipped."""
     looked: int = 0
     """Steps of which it is known whether it was."""
+    tried: tuple[int, int] = (0, 0)
+    """The lowest and highest global batch so far."""
+
+    def __post_init__(self) -> None:
+        counts = (self.observed, self.quiet, self.looked, *self.tried)
+        if min(counts) < 0 or not 0 < self.gain < math.inf or not 0 <= self.clipped_share <= 1:
+            raise InvalidSetting(
+                f"gain={self.gain}, clipped_share={self.clipped_share} and counts of {counts} "
+                "cannot all be; start anew"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +80,23 @@ class Adaptation:
                 f"the range from {self.lowest} to {self.highest} in which it may move; "
                 "start inside of it"
             )
-        return AdaptationState(NoiseTrack(memory_samples=float(self.memory * start_batch)))
+        noise = NoiseTrack(memory_samples=float(self.memory * start_batch))
+        return AdaptationState(noise, tried=(start_batch, start_batch))
 
     def learn(self, state: AdaptationState, observation: Observation) -> AdaptationState:
         """Take the norms of a step in, if they can be used."""
-        state = replace(state, observed=state.observed + 1)
+        state = revised(state, observed=state.observed + 1)
         if observation.clipped is not None:
             looked = state.looked + 1
             change = (observation.clipped - state.clipped_share) / min(looked, _CLIPPING_MEMORY)
             share = state.clipped_share + change
-            state = replace(state, clipped_share=share, looked=looked)
+            state = revised(state, clipped_share=share, looked=looked)
         sums, whole = observation.group_sums, observation.global_sqnorm
         if sums is None or whole is None:
             return state
         busy = observation.batches > 0
         found = summed_noise_scale(GroupSums(*sums[busy].sum(axis=0).tolist()), whole)
-        return state if found is None else replace(state, noise=state.noise.update(found))
+        return state if found is None else revised(state, noise=state.noise.update(found))
 
     def due(self, state: AdaptationState) -> bool:
         """Whether it is time to think the global batch over."""
@@ -93,6 +110,10 @@ class Adaptation:
         It is the best one for an end of the noise scale's interval or for the scale itself:
         that whose goodput gains most at the end where it gains least. Where the upper end is not
         known, a larger global batch is judged at the lower one: it gains more at any other.
+
+        How much of a step's time is fixed is a guess until other global batches were seen. So
+        none goes beyond twice or half of those tried, and if there was one alone, another is
+        tried for what it teaches.
         """
         low, high = state.noise.interval()
         scale = state.noise.scale if high is not None else low
@@ -100,8 +121,13 @@ class Adaptation:
             return None
         model, limits = forecast.model, forecast.limits
 
+        enough = 1 + self.least_gain
+        least, most = state.tried
+        reach = min(least, batch) / _REACH, max(most, batch) * _REACH
+        allowed = max(self.lowest, math.ceil(reach[0])), min(self.highest, int(reach[1]))
+
         def best_for(phi: float) -> int:
-            return best_batch(model, limits, phi, start, (self.lowest, self.highest))
+            return best_batch(model, limits, phi, start, allowed)
 
         def least_gain(candidate: int, *ends: float) -> float:
             return min(
@@ -110,17 +136,38 @@ class Adaptation:
                 for phi in ends
             )
 
-        best = best_for(scale)
-        enough = 1 + self.least_gain
-        # What gains at both ends gains in between, too: without that nothing else has to be tried.
-        if least_gain(best, scale) < enough or (high is None and best < batch):
-            return None
+        # What gains at both ends gains in between, too: without that nothing has to be tried.
+        now = goodput(model, limits, scale, start, batch)
+        if most_goodput(model, limits, scale, start, allowed) < enough * now:
+            return self._trial(state, forecast, batch, low)
+        candidates = {best_for(scale)}
         if high is None:
+            candidates = {each for each in candidates if each > batch}
+        else:
+            candidates |= {best_for(low), best_for(high)}
+        ends = [low] if high is None else [low, high]
+        gains = {each: least_gain(each, *ends) for each in sorted(candidates)}
+        best = max(gains, key=lambda each: gains[each], default=batch)
+        if gains.get(best, 0.0) >= enough:
             return best
-        candidates = sorted({best, best_for(low), best_for(high)})
-        gains = {each: least_gain(each, low, high) for each in candidates}
-        best = max(candidates, key=lambda each: gains[each])
-        return best if gains[best] >= enough else None
+        return self._trial(state, forecast, batch, low)
+
+    def _trial(
+        self, state: AdaptationState, forecast: Forecast, batch: int, low: float
+    ) -> int | None:
+        """Return a larger global batch to learn from, if only one was seen and it may pay.
+
+        It may if it would where all of a step's time is fixed.
+        """
+        least, most = state.tried
+        larger = min(round(batch * _TRIAL), self.highest, forecast.limits.most)
+        hoped = larger / batch * (low + batch) / (low + larger)
+        if max(most, batch) > min(least, batch) * _APART or larger < batch * _APART:
+            return None
+        if hoped < 1 + self.least_gain:
+            return None
+        around = range(larger, batch, -1)
+        return next((each for each in around if _fits(forecast, each)), None)
 
     def thought_over(
         self, state: AdaptationState, batch: int, start: int, *, moved: bool
@@ -129,16 +176,39 @@ class Adaptation:
 
         The gain lies between 1 and batch / start, also one that is kept from another global
         batch since gradients are clipped too often for a new one to be known. Where the noise
-        scale has no upper end yet, it is at least what the lower end says.
+        scale has no upper end yet, the lower end bounds it: from below for a global batch above
+        the start, from above for one below.
         """
-        ends = sorted((1.0, batch / start))
+        before = gain_within(state.gain, batch, start)
         low, high = state.noise.interval()
         if high is None:
-            least = gain(low, 1.0, batch, start)
-            known = None if least is None else max(state.gain, least)
+            bound = gain(low, 1.0, batch, start)
+            assert bound is not None
+            known: float | None = max(before, bound) if batch > start else min(before, bound)
         else:
             known = gain(state.noise.trace, state.noise.grad_sq, batch, start)
-        new = min(max(steady_gain(state.gain, known, state.clipped_share), ends[0]), ends[1])
-        if abs(new - state.gain) <= _NEWS * state.gain and ends[0] <= state.gain <= ends[1]:
-            new = state.gain
-        return replace(state, gain=new, observed=0, quiet=0 if moved else state.quiet + 1)
+        new = gain_within(steady_gain(before, known, state.clipped_share), batch, start)
+        if abs(new - before) <= _NEWS * before:
+            new = before
+        least, most = state.tried
+        return revised(
+            state,
+            gain=new,
+            observed=0,
+            quiet=0 if moved else min(state.quiet + 1, _SELDOM),
+            tried=(min(least or batch, batch), max(most, batch)),
+        )
+
+
+def gain_within(known: float, batch: int, start: int) -> float:
+    """Return the nearest gain that a global batch can have: between 1 and batch / start."""
+    low, high = sorted((1.0, batch / start))
+    return min(max(known, low), high)
+
+
+def _fits(forecast: Forecast, batch: int) -> bool:
+    try:
+        forecast.limits.check(batch)
+    except InfeasibleSplit:
+        return False
+    return True

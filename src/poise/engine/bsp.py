@@ -9,7 +9,7 @@ from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
 from poise.core.split import Split, check_split
-from poise.engine.adaptation import Adaptation, AdaptationState
+from poise.engine.adaptation import Adaptation, AdaptationState, gain_within
 from poise.errors import InvalidSetting, StateMismatch
 from poise.policy import Decision, Forecasting, Policy
 
@@ -34,7 +34,9 @@ class Engine:
     @property
     def gain(self) -> float:
         """How many steps of the start's global batch one step is worth."""
-        return 1.0 if self.adapted is None else self.adapted.gain
+        if self.adapted is None:
+            return 1.0
+        return gain_within(self.adapted.gain, self.global_batch, self.start_batch)
 
     def nearest(self, global_batch: int) -> int:
         """Return the global batch nearest to that which this engine may choose."""
@@ -51,8 +53,6 @@ class Engine:
                 f"the policy {type(self.policy).__name__} cannot predict step times, and without "
                 'them no global batch can be chosen; use policy="auto"'
             )
-        if self.adapt is not None:
-            self.policy.init(self.workers, self.adapt.highest)  # raises if none of the range fits
         schedule, state = self.policy.init(self.workers, self.global_batch)
         plans = tuple(
             Plan(check_split(schedule[step], self.workers, self.global_batch), step)
@@ -106,11 +106,12 @@ class Engine:
         Whether the global batch may move is this engine's own to say, and so is the global batch
         of the start, for which the learning rate is chosen.
         """
-        if missing := set(self.state_dict()) - set(state):
+        if missing := {"workers", "global_batch", "start_batch", "policy", "adapted"} - set(state):
             raise StateMismatch(
                 f"this is not the state of an engine: it lacks {sorted(missing)}; load another one"
             )
         start_batch = self.start_batch or state["start_batch"]
+        split = tuple(int(local) for local in state.get("split", ()))
         adapted = None
         if self.adapt is not None and state["adapted"] is not None:
             adapted = from_plain(AdaptationState, state["adapted"])
@@ -123,7 +124,7 @@ class Engine:
             start_batch=start_batch,
             state=from_plain(self.policy.state_type, state["policy"]),
             adapted=adapted,
-            split=tuple(state["split"]),
+            split=check_split(split, state["workers"], sum(split)) if split else (),
         )
 
     def _taken_in(self, events: Sequence[Event]) -> tuple["Engine", list[Event]]:
@@ -163,10 +164,8 @@ class Engine:
             engine = revised(self, global_batch=batch)
             decision, engine = engine._decided([Change(tuple(range(self.workers)), batch)])
             assert decision is not None
-            noise = self.adapted.noise
-            scale = f"at least {noise.interval()[0]:.0f}"
-            if noise.scale is not None:
-                scale = f"about {noise.scale:.0f}"
+            low, high = self.adapted.noise.interval()
+            scale = f"{low:.0f} or more" if high is None else f"{low:.0f} to {high:.0f}"
             why = f"the noise scale is {scale}: {before} samples a step become {batch}"
             decision = replace(decision, why=why)
         adapted = self.adapt.thought_over(

@@ -21,7 +21,7 @@ from poise.core.noise import NoiseTrack
 from poise.core.order import check_seed
 from poise.core.plan import Plan
 from poise.engine.bsp import Engine
-from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning
+from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning, StateMismatch
 from poise.policy import Policy
 from poise.records import Recorder
 from poise.torch.checks import (
@@ -50,7 +50,7 @@ from poise.torch.micro import MicroBatches, Part
 from poise.torch.module import SharedModule, check_options
 from poise.torch.norms import Norms
 from poise.torch.orders import Orders, orders_of
-from poise.torch.rates import Rates
+from poise.torch.rates import Rates, read_ramps
 from poise.torch.reduction import InnerHook
 from poise.torch.run import Run
 from poise.torch.saved import Saved, load_place, saved_place
@@ -287,6 +287,8 @@ class Balancer:
             slicer=self._slicer,
             guard=self._guard,
         )
+        if self._adapt is not None:
+            self._check_all_are_used(optimizers)
         for each in optimizers:
             self._optimizer_hooks.append(each.register_step_post_hook(self._after_optimizer_step))
             if self._adapt is not None:
@@ -382,17 +384,22 @@ class Balancer:
         known = None
         if self._policy.online:
             known = Known.of(state, self._policy_name, self._engine, self._kinds)
+        ramps = self._saved_ramps(state)
         load_place(state, self._run, self._orders, loader, self._seed)
         step = self._run.progress.step
         timetable = self._first_plans
         if known is not None and known.split is not None:
             plan = Plan(known.split, step, known.gain, why="as before the resume")
             timetable = timetable.announce(plan)
+        elif known is not None and known.global_batch != self._global_batch:
+            scaled = timetable.at(step).scaled(known.global_batch)
+            why = "the global batch as before the resume"
+            timetable = timetable.announce(Plan(scaled.split, step, known.gain, why=why))
         assert self._exchange is not None
         self._exchange.resume(step, known)
         self._run.timetable = timetable
         self._run.plan = timetable.at(step)
-        for rates, saved in zip(self._rates, state.get("rates") or [], strict=False):
+        for rates, saved in zip(self._rates, ramps, strict=False):
             rates.load_state_dict(saved)
 
     def close(self) -> None:
@@ -449,7 +456,27 @@ class Balancer:
         atexit.unregister(self._at_exit)
         for hook in self._optimizer_hooks:
             hook.remove()
+        for rates in self._rates:
+            rates.restore()
         return True
+
+    def _saved_ramps(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return what a state says of learning rates; raise if it is damaged."""
+        saved = state.get("rates", [])
+        if not isinstance(saved, list):
+            raise StateMismatch(f"the state has rates={saved!r}; it is damaged, load another one")
+        for each in saved:
+            read_ramps(each)
+        return saved
+
+    def _check_all_are_used(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise if gradients would pile up that no optimizer uses."""
+        used = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+        if any(parameter not in used for parameter in self._trained):
+            raise InvalidSetting(
+                "some parameters have a gradient that no optimizer uses, and adapt would measure "
+                "it too; freeze them with requires_grad_(False), or give them to an optimizer"
+            )
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Let an optimizer's learning rates follow the global batch."""

@@ -16,6 +16,7 @@ import torch
 from poise.core.observation import Change
 from poise.core.plan import Plan
 from poise.core.split import Split, check_split
+from poise.engine.adaptation import gain_within
 from poise.engine.bsp import Engine
 from poise.errors import PoiseError, StateMismatch
 
@@ -39,8 +40,10 @@ class Known:
 
     split: Split | None
     """The split that all workers go on with; None: theirs is another cluster."""
+    global_batch: int
+    """What they go on with in any case,"""
     gain: float
-    """And what a step of it is worth."""
+    """and what a step of it is worth."""
     engine: Engine
     """As it was saved; where nothing was, one that knows nothing."""
     change: Change | None
@@ -66,33 +69,40 @@ class Known:
             kinds: of the workers' devices now.
         """
         if state.get("policy") != policy:
-            return Known(None, 1.0, fresh, Change(tuple(range(len(kinds))), fresh.global_batch))
+            same = Change(tuple(range(len(kinds))), fresh.global_batch)
+            return Known(None, fresh.global_batch, 1.0, fresh, same)
         try:
             before = [str(kind) for kind in state["kinds"]]
             split = check_split(state["split"], len(before), sum(state["split"]))
-            gain = _checked_gain(state.get("gain", 1.0)) if fresh.adapt is not None else 1.0
             global_batch = fresh.nearest(sum(split))
+            gain = _checked_gain(state.get("gain", 1.0), global_batch, fresh)
             engine, change = fresh, Change(tuple(range(len(kinds))), global_batch)
             if state["engine"] is not None:
                 engine = fresh.load_state_dict(state["engine"])
                 change = Change(same_kind(before, kinds), fresh.nearest(engine.global_batch))
             engine.update([change], 0)  # states are pure: this only shows whether it holds
-        except (KeyError, TypeError, ValueError, IndexError, PoiseError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError, PoiseError) as error:
             raise StateMismatch(
                 f"what the state says of the split and of speeds is damaged: {error}; load another "
                 "one, or leave out its policy to start anew"
             ) from error
         fits = before == list(kinds) and sum(split) == global_batch and _allowed(fresh, split)
         if not fits:
-            return Known(None, 1.0, engine, change)
-        same = engine.global_batch == change.global_batch and _allowed(fresh, engine.split)
-        return Known(split, gain, engine, None if same and state["engine"] is not None else change)
+            return Known(None, global_batch, gain, engine, change)
+        goes_on = (
+            state["engine"] is not None
+            and engine.global_batch == change.global_batch == sum(engine.split)
+            and _allowed(fresh, engine.split)
+        )
+        return Known(split, global_batch, gain, engine, None if goes_on else change)
 
 
-def _checked_gain(gain: Any) -> float:
+def _checked_gain(gain: Any, global_batch: int, engine: Engine) -> float:
     if not 0 < float(gain) < math.inf:
         raise ValueError(f"gain={gain}")
-    return float(gain)
+    if engine.adapt is None:
+        return 1.0
+    return gain_within(float(gain), global_batch, engine.start_batch)
 
 
 def _allowed(engine: Engine, split: Split) -> bool:

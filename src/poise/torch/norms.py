@@ -5,9 +5,10 @@ those of the sum. If a local batch is computed in parts, each part is a group of
 that trains alone and in one part compares two steps that follow each other, between which the
 weights hardly change.
 
-Not every step is looked at, but one of a power of two, which each worker chooses for itself so
-that looking takes less than a hundredth of its time. The steps that all of them look at are those
-of the worker that looks most seldom, so that nothing has to be agreed on.
+Not every step is looked at, but about one of a power of two, which each worker chooses for itself
+so that looking takes less than a hundredth of its time. Which ones follows from the number of the
+step, and those of a rarer look are among those of a more frequent one: the steps that all workers
+look at are those of the worker that looks most seldom, and nothing has to be agreed on.
 """
 
 import math
@@ -23,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import GradBucket
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from poise.core.noise import GroupSums
@@ -36,7 +39,7 @@ _WHOLE, _CLIPPED = len(GroupSums._fields), len(GroupSums._fields) + 1
 WIDTH = len(GroupSums._fields) + 2
 """Numbers in a row: sums over this worker's groups; on worker 0 the squared norm of the whole
 gradient, and whether it was clipped."""
-MOST_COST = 0.004
+MOST_COST = 0.002
 """Part of a worker's time that looking may take."""
 _RAREST = 64
 """Of so many steps at least one is looked at."""
@@ -44,6 +47,10 @@ _REMEMBERED = 9
 """Steps whose time, and looks whose cost, the next choice is made by."""
 _KEPT = 16
 """Looks that are kept for their rows to be asked for."""
+_GOLDEN = 2654435761
+"""Multiples of it spread evenly over 32 bits."""
+_NEAR = 8
+"""Two steps further apart are not compared: the weights move in between."""
 _CLIPPED_FROM = 1.02
 """A gradient is clipped if it was larger by this factor."""
 _EXACT = 1e-4
@@ -73,14 +80,18 @@ class _Look:
     """Whether all buckets were handed over."""
     sums: int = 0
     """Buckets whose sum is awaited; on worker 0 alone."""
+    size: int = 0
+    """Numbers in all buckets."""
     whole: list[Tensor] = field(default_factory=list)
     """Norms of the buckets of the sum."""
     used: list[Tensor] = field(default_factory=list)
-    """Norms of what the optimizer got."""
-    kept: list[Tensor] = field(default_factory=list)
-    """The buckets, until the next step is there to be compared."""
+    """Norms of what optimizers got,"""
+    used_size: int = 0
+    """and how many numbers that were."""
+    kept: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    """The buckets, with what they hold, until a later step is there to be compared."""
     before: "_Look | None" = None
-    """The step before, if the two are compared,"""
+    """An earlier step, if the two are compared,"""
     products: list[Tensor] = field(default_factory=list)
     """and the products of their buckets."""
     stamps: list[tuple[Any, Any]] = field(default_factory=list)
@@ -122,6 +133,8 @@ class Norms:
         self._now: _Look | None = None
         self._every = 1
         self._costs_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._first: _Look | None = None
+        """On a worker that trains alone, a look that waits for another to be compared with."""
         self._begun_s = math.inf
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         """How long the last steps took from the batch to the optimizer, by the host's clock."""
@@ -130,7 +143,7 @@ class Norms:
     def forget(self) -> None:
         """Training goes on at another place."""
         self._looks.clear()
-        self._now = None
+        self._now = self._first = None
 
     def begin(self, step: int, samples: int, *, fresh: bool) -> None:
         """A batch is handed out.
@@ -142,17 +155,19 @@ class Norms:
                 part of it, and says nothing of this one.
         """
         self._begun_s = time.perf_counter()
-        before, self._now = self._now, None
-        place = step % (self._every * (2 if self._alone else 1))
-        second = self._alone and place == 1 and before is not None and before.step == step - 1
-        if fresh and (place == 0 or second):
-            look = _Look(step, samples, None, before=before if second else None)
+        self._now = None
+        if not fresh:
+            return
+        first, self._first = self._first, None
+        if first is not None and step - first.step > _NEAR:
+            first.kept.clear()
+            first = None
+        if first is not None or _mixed(step) % self._every == 0:
+            look = _Look(step, samples, None, before=first)
             with self._timed(look):
                 look.loss_scale = self._loss_scale()
             self._looks.append(look)
             self._now = look
-        elif before is not None:
-            before.kept.clear()
 
     def part(self, gradients: Sequence[Tensor], count: float, samples: int) -> None:
         """The gradient of a part of the local batch is there, not weighted yet."""
@@ -162,27 +177,29 @@ class Norms:
         look.in_parts = True
         if count:
             with self._timed(look):
-                look.groups.append(_Group(count, samples, [_number(_length(g)) for g in gradients]))
+                look.groups.append(_Group(count, samples, _lengths(gradients)))
 
-    def bucket(self, gradient: Tensor, count: float, *, first: bool, last: bool) -> None:
+    def bucket(self, bucket: GradBucket, count: float) -> None:
         """A bucket of this worker's gradient is handed over, not weighted yet."""
         look = self._now
         if look is None:
             return
+        gradient, first = bucket.buffer(), bucket.index() == 0
         look.backwards += first
         if look.backwards > 1:  # on the same batch: the gradients of two losses are added up
             look.over = False
             self._now = None
             return
-        look.over = last
+        look.over = bucket.is_last()
         look.sums += self._sees_the_sum
+        look.size += gradient.numel()
         if first and count and not look.in_parts:
             look.groups.append(_Group(count, look.samples))
         with self._timed(look):
             if look.groups and not look.in_parts:
                 look.groups[0].norms.append(_number(_length(gradient)))
             if self._alone and len(look.groups) == 1:
-                self._compare(look, gradient, last=last)
+                self._compare(look, bucket)
 
     def watched(self, summed: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return what reads the sum of the bucket handed over last, and looks at it on the way."""
@@ -204,11 +221,13 @@ class Norms:
             self._steps_s.append(time.perf_counter() - self._begun_s)
             self._begun_s = math.inf
         look = self._now
-        if look is None or not (self._sees_the_sum and look.over):
+        if look is None or look is self._first or not (self._sees_the_sum and look.over):
             return
         with self._timed(look):
             parameters = (p for group in optimizer.param_groups for p in group["params"])
-            look.used += [_number(_length(p.grad)) for p in parameters if p.grad is not None]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            look.used += _lengths(gradients)
+            look.used_size += sum(gradient.numel() for gradient in gradients)
 
     def row(self, step: int) -> Floats:
         """Return what is known of a step that is over; NaN where it was not looked at."""
@@ -248,20 +267,23 @@ class Norms:
         whole = look.unscaled(_norm(look.whole)) ** 2
         return [*look.group_sums(), *([whole] if self._sees_the_sum else [])]
 
-    def _compare(self, look: _Look, gradient: Tensor, *, last: bool) -> None:
-        """Keep the bucket, or take its product with the one of the step before."""
+    def _compare(self, look: _Look, bucket: GradBucket) -> None:
+        """Keep the bucket, or take its product with the one of the earlier step."""
+        gradient = bucket.buffer().detach()
+        members = [id(parameter) for parameter in bucket.parameters()]
         if look.before is None:
-            look.kept.append(gradient.detach().clone())
+            look.kept.append((members, gradient.clone()))
+            self._first = look if look.over else None
             return
         kept, number = look.before.kept, len(look.products)
-        if number < len(kept) and kept[number].shape == gradient.shape:
+        if number < len(kept) and kept[number][0] == members and not gradient.is_sparse:
             wide = _wide(gradient)
-            product = torch.dot(kept[number].to(wide), gradient.detach().to(wide))
+            product = torch.dot(kept[number][1].to(wide), gradient.to(wide))
             look.products.append(_number(product))
-        else:  # buckets were built anew in between
+        else:  # DistributedDataParallel has put the gradients into another order
             look.over = False
             self._now = None
-        if last:
+        if bucket.is_last():
             kept.clear()
 
     def _compared(self, look: _Look) -> list[float] | None:
@@ -282,8 +304,8 @@ class Norms:
     def _clipped(self, look: _Look) -> float:
         """Return whether the optimizer got less than the whole gradient; NaN: not known."""
         used, whole = _norm(look.used), _norm(look.whole)
-        if not (0 < used < math.inf and 0 < whole < math.inf):
-            return math.nan
+        if look.used_size != look.size or not (0 < used < math.inf and 0 < whole < math.inf):
+            return math.nan  # another optimizer has the rest, or nothing is there
         ratio = look.unscaled(whole) / used
         doublings = round(math.log2(ratio))
         if self._scaler is None and doublings >= 1 and abs(ratio / 2**doublings - 1) < _EXACT:
@@ -328,10 +350,28 @@ def with_norms(seen: Observation, rows: Floats) -> Observation:
     )
 
 
+def _mixed(step: int) -> int:
+    """Return a number of 6 bits that has nothing to do with how a loop counts its steps.
+
+    A loop that adds up two batches would never be seen where only even steps are looked at.
+    """
+    return (step * _GOLDEN % 2**32) * _RAREST >> 32
+
+
 def _length(gradient: Tensor) -> Tensor:
     """Return a gradient's norm."""
+    if gradient.is_sparse:
+        gradient = gradient.detach().coalesce().values()
     length: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient))
     return length
+
+
+def _lengths(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return norms whose squares add up to the squared norm of all these gradients."""
+    plain = all(g.dtype == _wide(g) and not g.is_sparse for g in gradients)
+    if gradients and plain:
+        return [_number(get_total_norm(gradients))]
+    return [_number(_length(gradient)) for gradient in gradients]
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

@@ -5,6 +5,7 @@ itself, and afterwards they are the user's again. So schedulers, checkpoints and
 `param_groups` see what the user chose, for the global batch of the start.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 from poise.core.learning_rate import Adjustment, adjustment, ramp
 from poise.core.plan import Plan
-from poise.errors import StateMismatch
+from poise.errors import InvalidSetting, StateMismatch
 
 _DIVIDES = ("betas", "eps", "etas")
 """Settings of optimizers that divide a gradient by its usual size, or take its sign alone: the
 families of Adam, RMSprop, Adagrad, Adafactor, Muon, Lion and Rprop."""
-_USUAL_MOMENTUM = 0.9
-"""A change that meets another one is taken to be as far as with this."""
+_LEAST_SECOND = 0.9
+"""What remembers the size of gradients never forgets faster: with a beta of 2/3 RAdam stops
+dividing by it."""
 
 
 def rule_for(optimizer: Optimizer) -> str:
@@ -32,12 +34,17 @@ def rule_for(optimizer: Optimizer) -> str:
     >>> rule_for(torch.optim.SGD(weights, lr=0.1)), rule_for(torch.optim.AdamW(weights))
     ('adascale', 'sqrt')
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "none"  # a step of Newton's kind has the right length at any batch
     return "sqrt" if any(name in optimizer.defaults for name in _DIVIDES) else "adascale"
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """A batch and a gain on their way from old to new ones, as momentum forgets the old."""
+    """A global batch and a gain on their way up, as fast as momentum forgets the old ones.
+
+    Down they go at once: a learning rate that is too high for its batch does harm.
+    """
 
     old: tuple[float, float]
     new: tuple[float, float]
@@ -48,7 +55,7 @@ class Ramp:
     def at(self, momentum: float) -> tuple[float, float]:
         """Return global batch and gain as they count now."""
         batch, gain = (
-            ramp(old, new, self.steps, momentum)
+            ramp(min(old, new), new, self.steps, momentum)
             for old, new in zip(self.old, self.new, strict=True)
         )
         return batch, gain
@@ -57,12 +64,31 @@ class Ramp:
         """Whether it comes from there and goes nowhere else."""
         return self.old == self.new == place
 
-    def towards(self, plan: Plan) -> "Ramp":
-        """Return the ramp in the next step, under this plan."""
-        new = (float(plan.global_batch), plan.gain)
+    def towards(self, new: tuple[float, float], momentum: float) -> "Ramp":
+        """Return the ramp in the next step, when this is where to go."""
         if new == self.new:
             return Ramp(self.old, new, self.steps + 1)
-        return Ramp(self.at(_USUAL_MOMENTUM), new)
+        return Ramp(self.at(momentum), new)
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """One setting of a parameter group while it is not the user's."""
+
+    group: dict[str, Any]
+    name: str
+    users: Any
+    ours: Any
+
+    def put(self) -> None:
+        _put(self.group, self.name, self.ours)
+
+    def restore(self) -> None:
+        """Give the user's value back, unless there is a newer one already."""
+        now = self.group[self.name]
+        same = torch.equal(now, self.ours) if isinstance(now, Tensor) else now == self.ours
+        if same:
+            _put(self.group, self.name, self.users)
 
 
 class Rates:
@@ -79,13 +105,19 @@ class Rates:
             start: the global batch that the user's learning rate is for.
             plan: returns the plan of the batch under way.
         """
+        if any("lr" not in group for group in optimizer.param_groups):
+            raise InvalidSetting(
+                f"{type(optimizer).__name__} has no learning rate 'lr' that could follow the "
+                "global batch; leave adapt out, or use an optimizer with one"
+            )
         self.rule = rule or rule_for(optimizer)
         self._optimizer = optimizer
         self._start = start
         self._plan = plan
-        self._ramp = Ramp((start, 1.0), (start, 1.0))
-        self._users: list[dict[str, Any]] | None = None
-        """The user's settings while they are replaced."""
+        self._rest = (float(start), 1.0)
+        self._ramps: list[Ramp] = []
+        """One for each parameter group."""
+        self._replaced: list[_Replaced] = []
 
     def hooks(self) -> list[RemovableHandle]:
         """Put hooks around the optimizer's step."""
@@ -97,46 +129,72 @@ class Rates:
     @property
     def factor(self) -> float:
         """What the first parameter group's learning rate was last multiplied by."""
-        return self._adjustment(self._optimizer.param_groups[0]).factor
+        group = self._optimizer.param_groups[0]
+        return self._adjustment(group, self._ramps[0]).factor if self._ramps else 1.0
+
+    def restore(self) -> None:
+        """Give the user's settings back, also after a step that raised."""
+        for each in self._replaced:
+            each.restore()
+        self._replaced = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far a change has come."""
-        return {"old": self._ramp.old, "new": self._ramp.new, "steps": self._ramp.steps}
+        """Return how far changes have come."""
+        ramps = [{"old": each.old, "new": each.new, "steps": each.steps} for each in self._ramps]
+        return {"ramps": ramps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        try:
-            old, new = ((float(batch), float(gain)) for batch, gain in (state["old"], state["new"]))
-            self._ramp = Ramp(old, new, int(state["steps"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateMismatch(
-                f"what the state says of learning rates is damaged: {error!r}; load another one"
-            ) from error
+        self._ramps = read_ramps(state)
 
     def _before_step(self, *_: Any) -> None:
-        self._restore()  # a step that raised left its settings behind
-        self._ramp = self._ramp.towards(self._plan())
-        if not self._ramp.rests_at((self._start, 1.0)):
-            self._users = [_replaced(group, self._adjustment(group)) for group in self._groups]
+        self.restore()
+        plan, groups = self._plan(), self._optimizer.param_groups
+        new = (float(plan.global_batch), plan.gain)
+        known = [*self._ramps, *[Ramp(self._rest, self._rest)] * len(groups)]
+        self._ramps = [
+            each.towards(new, _momentum(group)) for each, group in zip(known, groups, strict=False)
+        ]
+        if all(each.rests_at(self._rest) for each in self._ramps):
+            return
+        # All are read before one is replaced: groups may share the tensor of their rate.
+        self._replaced = [
+            setting
+            for group, each in zip(groups, self._ramps, strict=True)
+            for setting in _settings(group, self._adjustment(group, each))
+        ]
+        for setting in self._replaced:
+            setting.put()
 
     def _after_step(self, *_: Any) -> None:
-        self._restore()
+        self.restore()
 
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def _adjustment(self, group: Mapping[str, Any]) -> Adjustment:
-        batch, gain = self._ramp.at(_momentum(group))
+    def _adjustment(self, group: Mapping[str, Any], way: Ramp) -> Adjustment:
+        batch, gain = way.at(_momentum(group))
         return adjustment(self.rule, batch=batch, start=self._start, gain=gain)
 
-    def _restore(self) -> None:
-        if self._users is None:
-            return
-        for group, values in zip(self._groups, self._users, strict=True):
-            for name, value in values.items():
-                _put(group, name, value)
-        self._users = None
+
+def read_ramps(state: Mapping[str, Any]) -> list[Ramp]:
+    """Read what `Rates.state_dict` returned, or raise if it is damaged."""
+    try:
+        ramps = [
+            Ramp(_place(each["old"]), _place(each["new"]), int(each["steps"]))
+            for each in state["ramps"]
+        ]
+        if any(each.steps < 0 for each in ramps):
+            raise ValueError("steps below 0")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StateMismatch(
+            f"what the state says of learning rates is damaged: {error!r}; load another one"
+        ) from error
+    return ramps
+
+
+def _place(values: Any) -> tuple[float, float]:
+    batch, gain = (float(value) for value in values)
+    if not (0 < batch < math.inf and 0 < gain < math.inf):
+        raise ValueError(f"global batch {batch} and gain {gain}")
+    return batch, gain
 
 
 def _momentum(group: Mapping[str, Any]) -> float:
@@ -145,25 +203,27 @@ def _momentum(group: Mapping[str, Any]) -> float:
     return min(max(float(found), 0.0), 0.999)
 
 
-def _replaced(group: dict[str, Any], change: Adjustment) -> dict[str, Any]:
-    """Adjust a parameter group; return what was there before."""
+def _settings(group: dict[str, Any], change: Adjustment) -> list[_Replaced]:
+    """Return what a rule makes of a parameter group."""
     adjusted: dict[str, Any] = {"lr": group["lr"] * change.factor}
-    if "eps" in group and isinstance(group["eps"], float):
+    if isinstance(group.get("eps"), float):
         adjusted["eps"] = change.eps(group["eps"])
     if "betas" in group:
-        adjusted["betas"] = tuple(_remembered(beta, change) for beta in group["betas"])
-    if "alpha" in group and "eps" in group:
-        adjusted["alpha"] = _remembered(group["alpha"], change)
-    before = {name: _copy(group[name]) for name in adjusted}
-    for name, value in adjusted.items():
-        _put(group, name, value)
-    return before
+        first, *others = group["betas"]
+        least = [_remembered(first, change, 0.0)]
+        least += [_remembered(beta, change, _LEAST_SECOND) for beta in others]
+        adjusted["betas"] = type(group["betas"])(least)
+    for name in ("alpha", "rho"):
+        if name in group and "eps" in group:
+            adjusted[name] = _remembered(group[name], change, _LEAST_SECOND)
+    return [_Replaced(group, name, _copy(group[name]), value) for name, value in adjusted.items()]
 
 
-def _remembered(beta: Any, change: Adjustment) -> Any:
+def _remembered(beta: Any, change: Adjustment, least: float) -> Any:
+    """Return a beta that forgets faster, but not so fast that nothing is averaged any more."""
     if isinstance(beta, Tensor):
-        return torch.clamp(1 - change.forgetting * (1 - beta), min=0.0)
-    return change.beta(beta)
+        return torch.maximum(1 - change.forgetting * (1 - beta), beta.clamp(max=least))
+    return max(change.beta(beta), min(beta, least))
 
 
 def _copy(value: Any) -> Any:

@@ -74,8 +74,7 @@ class Reduction:
             self._backward = self._begin(bucket.buffer().device)
         norms = self._run.norms
         if norms is not None:
-            count, last = self._run.counts.own, bucket.is_last()
-            norms.bucket(bucket.buffer(), count, first=first, last=last)
+            norms.bucket(bucket, self._run.counts.own)
         summed = self._launch_bucket(bucket)
         if norms is not None:
             summed = norms.watched(summed)

@@ -1,5 +1,6 @@
 """The place in a training as plain values that survive a checkpoint."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,7 +59,7 @@ def load_place(
         _load_stream(state, loader, place["position"])
     if orders is not None:
         orders.expect(place["epoch"], place["position"], state.get("drawn", ""))
-    effective = float(state.get("effective_samples", place["samples"]))
+    effective = _effective(state.get("effective_samples", place["samples"]))
     run.progress = replace(Progress(), **place, effective_samples=effective)  # type: ignore[arg-type]
 
 
@@ -79,6 +80,16 @@ def _identity(run: Run, orders: Orders | None, seed: int) -> Saved:
     if orders is None:
         return {**same, "worker": run.cluster.worker, "workers": run.cluster.workers}
     return {**same, **orders.identity()}
+
+
+def _effective(value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 <= value < math.inf):
+        raise StateMismatch(
+            f"the state has effective_samples={value!r}, which is not a finite number from 0; "
+            "it is damaged, load another one"
+        )
+    return float(value)
 
 
 def _whole(state: Mapping[str, Any], key: str) -> int:

@@ -34,7 +34,10 @@ def checked_adaptation(adapt: object, rate: object, scaler: object) -> Adaptatio
         hint = f"did you mean {near[0]!r}?" if near else "leave it out to choose by the optimizer"
         raise InvalidSetting(f"rate={rate!r} is unknown; there are {', '.join(RULES)}; {hint}")
     wanted = ("scale", "is_enabled")
-    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in wanted):
+    if scaler is not None and (
+        isinstance(scaler, type)
+        or not all(callable(getattr(scaler, name, None)) for name in wanted)
+    ):
         raise InvalidSetting(
             f"scaler={scaler!r} is no GradScaler; give the one that scales the losses, or None"
         )
