@@ -32,7 +32,7 @@ it. Final accuracy: mean of the last three tests; not below beyond seed noise me
 end of the one-sided 95 % t-interval of the mean difference is at least 0; with one seed, the
 difference itself. Noise measurement: CPU time of a step, over all workers, of Poise with a range
 of one batch, which measures and never moves, over that with a fixed batch, minus 1: median over
-single steps that take turns, on two equal workers with a core each.
+blocks of eight steps that take turns, on two equal workers with a core each.
 """
 
 import argparse
@@ -263,7 +263,7 @@ def cost_of_measuring(task: Task, data: Path, *, quick: bool) -> dict[str, list[
         folder="",
         port=0,
     )
-    rounds = 100 if quick else 600
+    rounds = 12 if quick else 80
     results = run_workers(
         measuring_cost, settings, rounds, workers=_COST_WORKERS, limit_s=_COST_LIMIT_S
     )

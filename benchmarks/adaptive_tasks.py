@@ -168,12 +168,12 @@ IMAGES = Task(
     optimizer=_sgd,
     global_batch=64,
     learning_rate=0.04,
-    fixed_batches=(64, 128, 256, 512),
+    fixed_batches=(64, 128, 256),
     adapt=(32, 1024),
     samples=50_000,
     target=0.84,
-    quick_samples=14_000,
-    quick_target=0.75,
+    quick_samples=10_000,
+    quick_target=0.7,
     quick_batches=(64, 128),
 )
 TEXT = Task(

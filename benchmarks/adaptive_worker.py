@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from poise.torch import Balancer
 
-_WARM_UP = 20
-"""Steps of a training that say nothing of its cost."""
+_COST_BLOCK = 8
+"""Steps of one turn in which costs are compared,"""
+_WARM_UP = 3
+"""and turns that say nothing of them."""
 
 
 def main(settings: Settings) -> None:
@@ -111,11 +113,12 @@ class Balanced(Training):
 
 
 def measuring_cost(settings: Settings, rounds: int) -> dict[str, list[float]]:
-    """Return CPU seconds of steps, over all workers, by what is done in them.
+    """Return CPU seconds of blocks of steps, over all workers, by what is done in them.
 
     "plain" and "again" train with a fixed batch, "measured" measures the noise but has a range of
-    one batch, so that all three do the same apart from that. They make one step each in turns. All
-    of them balance; workers are equal, so that the sum does not depend on the split.
+    one batch, so that all three do the same apart from that. They make a block of steps each in
+    turns: not every step is looked at. All of them balance; workers are equal, so that the sum
+    does not depend on the split.
     """
     data, batch = read_train(Path(settings.data)), settings.the_task.global_batch
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "again": {}, "measured": {}}
@@ -130,7 +133,8 @@ def measuring_cost(settings: Settings, rounds: int) -> dict[str, list[float]]:
         for place in order.sample(range(len(names)), len(names)):
             dist.barrier()
             begun_s = time.process_time()
-            next(steps[names[place]])
+            for _ in range(_COST_BLOCK):
+                next(steps[names[place]])
             if number >= 0:
                 spent[number, place] = time.process_time() - begun_s
     dist.all_reduce(spent)
