@@ -27,7 +27,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 _DECISIONS = 8
-"""How often a training may change its batch."""
+"""How often a training may change its batch,"""
+_LEAST_WINDOW = 1500
+"""unless it is so short that there are not so many samples from one time to the next."""
 
 
 class LoopbackSocket(socket.socket):
@@ -99,7 +101,8 @@ class Peer(Training):
         self._optimizer = self.task.optimizer(self.model, self.task.learning_rate)
         start, most = self.task.global_batch, self.task.adapt[1]
         data = read_train(Path(settings.data))
-        self._window = Window(data, settings.samples // _DECISIONS, settings.seed)
+        length = max(settings.samples // _DECISIONS, _LEAST_WINDOW)
+        self._window = Window(data, length, settings.seed)
         self._loader = adaptdl.AdaptiveDataLoader(
             self._window, batch_size=start, shuffle=True, drop_last=True
         )

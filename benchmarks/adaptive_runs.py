@@ -54,7 +54,7 @@ class Amount:
     def of(task: Task, *, quick: bool) -> "Amount":
         """Return how much of a task to do."""
         if quick:
-            return Amount(task.quick_samples, task.quick_target, task.quick_batches, 10, 2000, 4000)
+            return Amount(task.quick_samples, task.quick_target, task.quick_batches, 10, 1000, 2000)
         return Amount(task.samples, task.target, task.fixed_batches, 20, 4000, 10_000)
 
 

@@ -3,12 +3,15 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from poise.core.goodput import best_batch, goodput, most_goodput
 from poise.core.learning_rate import gain, steady_gain
 from poise.core.noise import GroupSums, NoiseTrack, summed_noise_scale
 from poise.core.observation import Observation
 from poise.core.plan import Forecast
 from poise.core.revised import revised
+from poise.core.timing import Floats
 from poise.errors import InfeasibleSplit, InvalidSetting
 
 _CLIPPING_MEMORY = 10
@@ -17,12 +20,14 @@ _SELDOM = 4
 _REACH = 2.0
 """How many times as large or small as those tried a global batch may be,"""
 _TRIAL, _APART = 1.5, 1.2
-"""how much larger one is that is tried, and how far apart two are that show a slope."""
+"""how much larger one is that is tried, and how far apart two local batches are that show a
+slope, on this part of the workers:"""
+_HALF = 0.5
 _NEWS = 0.05
 """A gain that differs by more than this part is told to all workers."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AdaptationState:
     """The noise of the gradients so far, and the gain in effect."""
 
@@ -38,6 +43,17 @@ class AdaptationState:
     """Steps of which it is known whether it was."""
     tried: tuple[int, int] = (0, 0)
     """The lowest and highest global batch so far."""
+    least_local: Floats | None = None
+    """Each worker's smallest local batch,"""
+    most_local: Floats | None = None
+    """and its largest."""
+
+    @property
+    def knows_slopes(self) -> bool:
+        """Whether at least half of the workers had local batches of different size."""
+        if self.least_local is None or self.most_local is None:
+            return False
+        return bool(np.mean(self.most_local > _APART * self.least_local) >= _HALF)
 
     def __post_init__(self) -> None:
         counts = (self.observed, self.quiet, self.looked, *self.tried)
@@ -84,7 +100,8 @@ class Adaptation:
         return AdaptationState(noise, tried=(start_batch, start_batch))
 
     def learn(self, state: AdaptationState, observation: Observation) -> AdaptationState:
-        """Take the norms of a step in, if they can be used."""
+        """Take a step in: its norms, if they can be used, and its local batches."""
+        state = _with_local_batches(state, observation.batches)
         state = revised(state, observed=state.observed + 1)
         if observation.clipped is not None:
             looked = state.looked + 1
@@ -111,9 +128,9 @@ class Adaptation:
         that whose goodput gains most at the end where it gains least. Where the upper end is not
         known, a larger global batch is judged at the lower one: it gains more at any other.
 
-        How much of a step's time is fixed is a guess until other global batches were seen. So
-        none goes beyond twice or half of those tried, and if there was one alone, another is
-        tried for what it teaches.
+        How much of a step's time is fixed is a guess until other local batches were seen. So
+        none goes beyond twice or half of the global batches tried, and if local batches were
+        always the same, as on equal workers, another one is tried for what it teaches.
         """
         low, high = state.noise.interval()
         scale = state.noise.scale if high is not None else low
@@ -155,16 +172,14 @@ class Adaptation:
     def _trial(
         self, state: AdaptationState, forecast: Forecast, batch: int, low: float
     ) -> int | None:
-        """Return a larger global batch to learn from, if only one was seen and it may pay.
+        """Return a larger global batch to learn from, if times may be misjudged and it may pay.
 
-        It may if it would where all of a step's time is fixed.
+        They may where few workers had different local batches, and it may pay if it would where
+        all of a step's time is fixed.
         """
-        least, most = state.tried
         larger = min(round(batch * _TRIAL), self.highest, forecast.limits.most)
         hoped = larger / batch * (low + batch) / (low + larger)
-        if max(most, batch) > min(least, batch) * _APART or larger < batch * _APART:
-            return None
-        if hoped < 1 + self.least_gain:
+        if state.knows_slopes or larger < batch * _APART or hoped < 1 + self.least_gain:
             return None
         around = range(larger, batch, -1)
         return next((each for each in around if _fits(forecast, each)), None)
@@ -204,6 +219,14 @@ def gain_within(known: float, batch: int, start: int) -> float:
     """Return the nearest gain that a global batch can have: between 1 and batch / start."""
     low, high = sorted((1.0, batch / start))
     return min(max(known, low), high)
+
+
+def _with_local_batches(state: AdaptationState, local: Floats) -> AdaptationState:
+    least, most = state.least_local, state.most_local
+    if least is None or most is None or len(least) != len(local):
+        return revised(state, least_local=local, most_local=local)
+    least, most = np.minimum(least, local), np.maximum(most, local)
+    return revised(state, least_local=least, most_local=most)
 
 
 def _fits(forecast: Forecast, batch: int) -> bool:
