@@ -728,7 +728,9 @@ def stopped(recipe: Recipe, policy: Any, stop_at: int) -> dict[str, Any]:
         {"effective_samples": None},
         {"effective_samples": -1.0},
         {"rates": 3},
-        {"rates": [{"ramps": [{"old": [1, 1], "new": [1, math.inf], "steps": 1}]}]},
+        {"rates": [[{"old": [1, 1], "new": [1, math.inf], "steps": 1}]]},
+        {"rates": [[{"old": [1, 1], "new": [1, 1], "steps": -1}]]},
+        {"rates": [[{"old": [1, 1]}]]},
         {"gain": "x"},
         {"gain": 0.0},
     ],
@@ -809,11 +811,3 @@ def test_a_scaler_that_is_not_passed_is_asked_for() -> None:
 
         with pytest.warns(PoiseWarning, match=r"divided by 512 .* scaler=scaler"):
             train()
-
-
-def test_a_damaged_rate_is_a_clear_error() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
-    rates = Rates(optimizer, None, 8, lambda: Plan((8,)))
-    for ramp in ({"old": [1, 2]}, {"old": [1, 2], "new": [1, math.nan], "steps": 0}):
-        with pytest.raises(StateMismatch, match="learning rates is damaged"):
-            rates.load_state_dict({"ramps": [ramp]})

@@ -21,11 +21,12 @@ from poise.core.noise import NoiseTrack
 from poise.core.order import check_seed
 from poise.core.plan import Plan
 from poise.engine.bsp import Engine
-from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning, StateMismatch
+from poise.errors import InvalidSetting, OutOfOrder, PoiseError, PoiseWarning
 from poise.policy import Policy
 from poise.records import Recorder
 from poise.torch.checks import (
     as_list,
+    check_all_used,
     check_epoch,
     check_loader,
     check_models,
@@ -50,7 +51,7 @@ from poise.torch.micro import MicroBatches, Part
 from poise.torch.module import SharedModule, check_options
 from poise.torch.norms import Norms
 from poise.torch.orders import Orders, orders_of
-from poise.torch.rates import Rates, read_ramps
+from poise.torch.rates import Rates, saved_ramps
 from poise.torch.reduction import InnerHook
 from poise.torch.run import Run
 from poise.torch.saved import Saved, load_place, saved_place
@@ -288,7 +289,7 @@ class Balancer:
             guard=self._guard,
         )
         if self._adapt is not None:
-            self._check_all_are_used(optimizers)
+            check_all_used(self._trained, optimizers)
         for each in optimizers:
             self._optimizer_hooks.append(each.register_step_post_hook(self._after_optimizer_step))
             if self._adapt is not None:
@@ -373,7 +374,7 @@ class Balancer:
             "policy": self._policy_name,
             "split": list(self._run.plan.split),
             "gain": self._run.plan.gain,
-            "rates": [each.state_dict() for each in self._rates],
+            "rates": [each.saved() for each in self._rates],
             "kinds": self._kinds,
             "engine": self._exchange.engine.state_dict() if self.worker == 0 else None,
         }
@@ -384,7 +385,7 @@ class Balancer:
         known = None
         if self._policy.online:
             known = Known.of(state, self._policy_name, self._engine, self._kinds)
-        ramps = self._saved_ramps(state)
+        ramps = saved_ramps(state)
         load_place(state, self._run, self._orders, loader, self._seed)
         step = self._run.progress.step
         timetable = self._first_plans
@@ -399,8 +400,8 @@ class Balancer:
         self._exchange.resume(step, known)
         self._run.timetable = timetable
         self._run.plan = timetable.at(step)
-        for rates, saved in zip(self._rates, ramps, strict=False):
-            rates.load_state_dict(saved)
+        for rates, way in zip(self._rates, ramps, strict=False):
+            rates.resume(way)
 
     def close(self) -> None:
         """Wait for the other workers to be done, and free what this Balancer holds.
@@ -459,24 +460,6 @@ class Balancer:
         for rates in self._rates:
             rates.restore()
         return True
-
-    def _saved_ramps(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return what a state says of learning rates; raise if it is damaged."""
-        saved = state.get("rates", [])
-        if not isinstance(saved, list):
-            raise StateMismatch(f"the state has rates={saved!r}; it is damaged, load another one")
-        for each in saved:
-            read_ramps(each)
-        return saved
-
-    def _check_all_are_used(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise if gradients would pile up that no optimizer uses."""
-        used = {p for each in optimizers for group in each.param_groups for p in group["params"]}
-        if any(parameter not in used for parameter in self._trained):
-            raise InvalidSetting(
-                "some parameters have a gradient that no optimizer uses, and adapt would measure "
-                "it too; freeze them with requires_grad_(False), or give them to an optimizer"
-            )
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Let an optimizer's learning rates follow the global batch."""

@@ -1,6 +1,6 @@
 """What a user may hand in, checked before training starts."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 from torch import nn
@@ -126,6 +126,16 @@ def check_epoch(length: int, global_batch: int) -> None:
         raise InvalidSetting(
             f"the data set has {length} samples, fewer than global_batch={global_batch}, and "
             "drop_last=True drops them all; use drop_last=False or a smaller global_batch"
+        )
+
+
+def check_all_used(parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
+    """Raise if gradients would pile up that no optimizer uses."""
+    used = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    if any(parameter not in used for parameter in parameters):
+        raise InvalidSetting(
+            "some parameters have a gradient that no optimizer uses, and adapt would measure it "
+            "too; freeze them with requires_grad_(False), or give them to an optimizer"
         )
 
 

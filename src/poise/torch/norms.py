@@ -283,7 +283,7 @@ class Norms:
         else:  # DistributedDataParallel has put the gradients into another order
             look.over = False
             self._now = None
-        if bucket.is_last():
+        if bucket.is_last() or self._now is None:
             kept.clear()
 
     def _compared(self, look: _Look) -> list[float] | None:

@@ -6,7 +6,7 @@ itself, and afterwards they are the user's again. So schedulers, checkpoints and
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,14 +138,13 @@ class Rates:
             each.restore()
         self._replaced = []
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far changes have come."""
-        ramps = [{"old": each.old, "new": each.new, "steps": each.steps} for each in self._ramps]
-        return {"ramps": ramps}
+    def saved(self) -> list[dict[str, Any]]:
+        """Return how far changes have come, as plain values."""
+        return [{"old": each.old, "new": each.new, "steps": each.steps} for each in self._ramps]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        self._ramps = read_ramps(state)
+    def resume(self, ramps: Sequence[Ramp]) -> None:
+        """Go on with changes that `saved_ramps` read."""
+        self._ramps = list(ramps)
 
     def _before_step(self, *_: Any) -> None:
         self.restore()
@@ -174,14 +173,14 @@ class Rates:
         return adjustment(self.rule, batch=batch, start=self._start, gain=gain)
 
 
-def read_ramps(state: Mapping[str, Any]) -> list[Ramp]:
-    """Read what `Rates.state_dict` returned, or raise if it is damaged."""
+def saved_ramps(state: Mapping[str, Any]) -> list[list[Ramp]]:
+    """Read what a balancer's state says of each optimizer's rates, or raise if it is damaged."""
     try:
         ramps = [
-            Ramp(_place(each["old"]), _place(each["new"]), int(each["steps"]))
-            for each in state["ramps"]
+            [Ramp(_place(way["old"]), _place(way["new"]), int(way["steps"])) for way in each]
+            for each in state.get("rates", [])
         ]
-        if any(each.steps < 0 for each in ramps):
+        if any(way.steps < 0 for each in ramps for way in each):
             raise ValueError("steps below 0")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StateMismatch(
