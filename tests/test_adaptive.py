@@ -35,6 +35,9 @@ from tests.test_exactness import EXACT
 from tests.training import Recipe, Weights, build, dataset, distance, weights
 
 
+SLOW = pytest.mark.slow
+
+
 @dataclass(frozen=True)
 class Shares:
     """Splits every global batch by the same weights, and believes in given speeds."""
@@ -214,7 +217,7 @@ def check_close(seen: Seen, within: float = 0.1) -> None:
     assert seen.scale == pytest.approx(seen.true_scale, rel=within)
 
 
-@pytest.mark.parametrize("name", ["quadratic", "regression"])
+@pytest.mark.parametrize("name", ["quadratic", pytest.param("regression", marks=SLOW)])
 def test_unequal_workers_find_the_noise_where_taking_them_as_equal_is_far_off(
     workers: Workers, tmp_path: Path, name: str
 ) -> None:
@@ -261,7 +264,7 @@ def alone(name: str, scales: bool) -> Seen | None:
     return measured(name, (BATCH,), scales=scales, epochs=8)
 
 
-@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("scales", [False, pytest.param(True, marks=SLOW)])
 def test_one_worker_alone_compares_steps_that_follow_each_other(
     workers: Workers, scales: bool
 ) -> None:
@@ -277,9 +280,9 @@ def special(shares: tuple[int, ...], options: dict[str, Any]) -> Seen | None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"scales": True},
+        pytest.param({"scales": True}, marks=SLOW),
         {"scales": True, "clip": 0.1},
-        {"clip": 0.1},
+        pytest.param({"clip": 0.1}, marks=SLOW),
         {"tokens": True},
     ],
     ids=str,
@@ -444,7 +447,7 @@ def rare_optimizers(way: str) -> tuple[int, float]:
         return noise.estimates, adapted.clipped_share
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=SLOW), 2])
 @pytest.mark.parametrize("way", ["sparse", "alternating"])
 def test_sparse_gradients_and_optimizers_in_turn(workers: Workers, way: str, number: int) -> None:
     estimates, clipped = workers.run(rare_optimizers, way, workers=number)[0]
@@ -630,6 +633,7 @@ def test_a_global_batch_grows_past_what_fits_at_once(workers: Workers) -> None:
     assert distance(courses[0].weights, train_plainly(RECIPE, courses[0])) < 100 * EXACT
 
 
+@SLOW
 def test_auto_adapts_too_and_stays_exact(workers: Workers) -> None:
     """With times as they come; where the global batch goes is not known beforehand."""
     courses = workers.run(train_adaptively, RECIPE, "auto", workers=3)
@@ -637,7 +641,7 @@ def test_auto_adapts_too_and_stays_exact(workers: Workers) -> None:
     assert distance(courses[1].weights, train_plainly(RECIPE, courses[0])) < 100 * EXACT
 
 
-@pytest.mark.parametrize("stop_at", [21, 40])
+@pytest.mark.parametrize("stop_at", [21, pytest.param(40, marks=SLOW)])
 def test_a_resumed_training_goes_on_with_batch_rate_and_noise(
     workers: Workers, stop_at: int
 ) -> None:

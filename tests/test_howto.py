@@ -171,7 +171,7 @@ def adapted() -> tuple[Weights, Any, float]:
     return found
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_global_batch_of_a_page_follows_its_noise(workers: Workers, number: int) -> None:
     found = workers.run(adapted, workers=number)
     assert distance(found[0][0], found[-1][0]) == 0
