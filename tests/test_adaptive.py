@@ -34,7 +34,6 @@ from tests.cluster import Workers
 from tests.test_exactness import EXACT
 from tests.training import Recipe, Weights, build, dataset, distance, weights
 
-
 SLOW = pytest.mark.slow
 
 
