@@ -156,7 +156,8 @@ def test_two_batches_before_one_backward_are_refused() -> None:
 def test_an_epoch_ends_only_when_its_samples_are_consumed() -> None:
     seen = Progress().begin_pass().hand_out(BATCH)
     assert seen.end_pass(28).epoch == 0
-    assert seen.reduced().end_pass(28) == Progress(epoch=1, step=5, samples=8, unapplied=True)
+    ended = seen.reduced(efficiency=0.5).end_pass(28)
+    assert ended == Progress(epoch=1, step=5, samples=8, effective_samples=4, unapplied=True)
 
 
 @pytest.mark.parametrize(
