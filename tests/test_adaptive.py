@@ -389,7 +389,7 @@ def alone_with_many_parameters() -> tuple[float, float, int]:
     """Return the mean of all estimates' traces, the largest one, and how many there are."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double()
-    data = torch.randn(1280, 8, dtype=torch.float64)
+    data = torch.randn(768, 8, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     traces = []
     with every_step(), Balancer(64, adapt=(64, 64)) as balancer:
@@ -400,7 +400,7 @@ def alone_with_many_parameters() -> tuple[float, float, int]:
             optimizer.step()
             optimizer.zero_grad()
         assert balancer._run.norms is not None
-        for step in range(20):
+        for step in range(12):
             row = balancer._run.norms.row(step)
             if not np.isnan(row[0]):
                 found = summed_noise_scale(GroupSums(*row[:4].tolist()), float(row[4]))
@@ -412,7 +412,7 @@ def alone_with_many_parameters() -> tuple[float, float, int]:
 def test_buckets_in_another_order_are_not_compared(workers: Workers) -> None:
     """After the first step DistributedDataParallel turns the order of gradients around."""
     usual, largest, number = workers.run(alone_with_many_parameters, workers=1)[0]
-    assert number >= 6
+    assert number >= 4
     assert largest < 3 * usual
 
 

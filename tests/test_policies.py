@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from poise.core.limits import Limits
 from poise.core.noise import GroupSums, NoiseEstimate, NoiseTrack, summed_noise_scale
 from poise.core.observation import Change, Event, Observation
 from poise.core.plain import to_plain
+from poise.core.plan import Forecast
 from poise.core.revised import revised
 from poise.core.split import Split, apportion, even_split, optimal_split
 from poise.core.timing import Floats, SpeedModel
@@ -753,6 +755,20 @@ def test_a_gain_stays_possible_for_the_batch_it_is_used_with() -> None:
     _, engine = Engine(Auto(), 2, 256, adapt).start()
     far = revised(engine, global_batch=512, adapted=AdaptationState(noise, gain=6.9))
     assert far.gain == 2.0
+
+
+def test_a_move_must_pay_at_both_ends_of_the_interval() -> None:
+    model, limits = SpeedModel.of([0.02], [0.001]), Limits.of(1)
+    adapt = Adaptation(lowest=8, highest=4096)
+    noise = NoiseTrack(memory_samples=1e4).update(NoiseEstimate(500.0, 1.0, 50.0))
+    state = AdaptationState(noise, tried=(25, 100))
+    local = np.array([25.0])
+    state = revised(state, least_local=local, most_local=4 * local)
+    forecast = Forecast(model, limits, 1.0)
+    with mock.patch.object(NoiseTrack, "interval", return_value=(20.0, 4000.0)):
+        assert adapt.choose(state, forecast, 50, 50) is None
+    with mock.patch.object(NoiseTrack, "interval", return_value=(480.0, 520.0)):
+        assert adapt.choose(state, forecast, 50, 50) == pytest.approx(100, rel=0.1)
 
 
 def test_a_training_that_diverges_says_nothing_of_noise() -> None:
