@@ -16,18 +16,12 @@ from poise.torch.rates import Rates, rule_for, saved_ramps
 
 
 class Seeing:
-    """Notes an optimizer's settings in the middle of each step."""
+    """Notes an optimizer's settings as each step finds them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps: list[list[dict[str, Any]]] = []
-        step = optimizer.step
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            return step(*args, **kwargs)
-
         self._optimizer = optimizer
         optimizer.register_step_pre_hook(self._note)
-        self.step = noting
 
     def _note(self, *_: Any) -> None:
         self.steps.append(

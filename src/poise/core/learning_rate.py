@@ -73,7 +73,7 @@ def adjustment(rule: str, *, batch: float, start: float, gain: float | None = No
     kappa = _kappa(batch, start)
     match rule:
         case "adascale":
-            return Adjustment(_within(gain, kappa))
+            return Adjustment(_known(gain, kappa))
         case "sqrt":
             return Adjustment(math.sqrt(kappa), forgetting=kappa, eps_factor=1 / math.sqrt(kappa))
         case "linear":
@@ -82,9 +82,14 @@ def adjustment(rule: str, *, batch: float, start: float, gain: float | None = No
             return Adjustment(math.sqrt(kappa), warmup_factor=kappa)
         case "none":
             return Adjustment(1.0)
-    near = difflib.get_close_matches(rule, RULES, n=1)
+    raise unknown_rule("rule", rule)
+
+
+def unknown_rule(setting: str, rule: object) -> InvalidSetting:
+    """Return the error for a setting that names no rule."""
+    near = difflib.get_close_matches(str(rule), RULES, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
-    raise InvalidSetting(f"rule={rule!r} is unknown; there are {', '.join(RULES)}; {hint}")
+    return InvalidSetting(f"{setting}={rule!r} is unknown; there are {', '.join(RULES)}; {hint}")
 
 
 def gain(trace: float, grad_sq: float, batch: float, start: float) -> float | None:
@@ -105,6 +110,15 @@ def gain(trace: float, grad_sq: float, batch: float, start: float) -> float | No
         return None
     noise = max(trace, 0.0)
     return (noise / start + grad_sq) / (noise / batch + grad_sq)
+
+
+def gain_within(gain: float, kappa: float) -> float:
+    """Return the nearest gain that is possible: between 1 and kappa.
+
+    >>> gain_within(6.9, kappa=2.0), gain_within(1.0, kappa=0.5), gain_within(0.1, kappa=0.5)
+    (2.0, 1.0, 0.5)
+    """
+    return min(max(gain, min(1.0, kappa)), max(1.0, kappa))
 
 
 def steady_gain(previous: float, new: float | None, clipped_share: float = 0.0) -> float:
@@ -169,7 +183,7 @@ def _kappa(batch: float, start: float) -> float:
     return batch / start
 
 
-def _within(gain: float | None, kappa: float) -> float:
+def _known(gain: float | None, kappa: float) -> float:
     if gain is None:
         raise InvalidSetting(
             'rule="adascale" needs a gain, and it is not known yet; '
@@ -177,4 +191,4 @@ def _within(gain: float | None, kappa: float) -> float:
         )
     if not 0 < gain < math.inf:
         raise InvalidSetting(f"gain={gain} is not above 0 and finite; keep the last gain")
-    return min(max(gain, min(1.0, kappa)), max(1.0, kappa))
+    return gain_within(gain, kappa)

@@ -127,11 +127,8 @@ def token_noise_scale(
     c, q, norms = c[busy], q[busy], norms[busy]
     wrong = ~((q > 0) & (q <= c * c * (1 + _ROUNDING)))
     refuse(wrong, q, "squared_counts", "above 0 and at most counts squared; add up squares")
-    total = c.sum()
-    v = c / total
-    samples = total**2 / q.sum()
-    trace = (v @ norms - global_sqnorm) / ((1 - v) @ (q / c) / total)
-    return NoiseEstimate(float(trace), float(global_sqnorm - trace / samples), float(samples))
+    sums = GroupSums(float(c.sum()), float(q.sum()), float((q / c).sum()), float(c @ norms))
+    return _estimate(sums, global_sqnorm)
 
 
 class GroupSums(NamedTuple):
@@ -162,6 +159,16 @@ class GroupSums(NamedTuple):
         """
         return GroupSums(count, count**2 / samples, count / samples, count * sqnorm)
 
+    @property
+    def samples(self) -> float:
+        """E, the effective number of samples."""
+        return self.total**2 / self.squares
+
+    @property
+    def between(self) -> float:
+        """What the trace is multiplied by in the difference between groups and whole."""
+        return self.ratios / self.total - 1 / self.samples
+
     def __add__(self, other: "GroupSums") -> "GroupSums":  # type: ignore[override]
         return GroupSums(*(mine + its for mine, its in zip(self, other, strict=True)))
 
@@ -178,14 +185,17 @@ def summed_noise_scale(sums: GroupSums, global_sqnorm: float) -> NoiseEstimate |
     """
     if not all(math.isfinite(each) for each in (*sums, global_sqnorm)) or not sums.total > 0:
         return None
-    samples = sums.total**2 / sums.squares
-    between = sums.ratios / sums.total - 1 / samples
-    if between <= _ROUNDING / samples:
+    if sums.between <= _ROUNDING / sums.samples:
         return None
-    trace = (sums.sqnorms / sums.total - global_sqnorm) / between
-    if not abs(trace) + global_sqnorm < _LARGEST_SQUARE:
-        return None  # a training that diverges
-    return NoiseEstimate(trace, global_sqnorm - trace / samples, samples)
+    found = _estimate(sums, global_sqnorm)
+    diverges = not abs(found.trace) + global_sqnorm < _LARGEST_SQUARE
+    return None if diverges else found
+
+
+def _estimate(sums: GroupSums, global_sqnorm: float) -> NoiseEstimate:
+    """Return the formula at the top of this file."""
+    trace = (sums.sqnorms / sums.total - global_sqnorm) / sums.between
+    return NoiseEstimate(trace, global_sqnorm - trace / sums.samples, sums.samples)
 
 
 @dataclass(frozen=True)

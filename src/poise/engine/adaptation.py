@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poise.core.goodput import best_batch, goodput, most_goodput
-from poise.core.learning_rate import gain, steady_gain
+from poise.core.goodput import best_batch, efficiency, goodput, most_goodput
+from poise.core.learning_rate import gain, gain_within, steady_gain
 from poise.core.noise import GroupSums, NoiseTrack, summed_noise_scale
 from poise.core.observation import Observation
 from poise.core.plan import Forecast
@@ -17,6 +17,7 @@ from poise.errors import InfeasibleSplit, InvalidSetting
 _CLIPPING_MEMORY = 10
 """Steps looked at of which the share of clipped ones is taken."""
 _SELDOM = 4
+"""So many times as rare thoughts become while nothing comes of them."""
 _REACH = 2.0
 """How many times as large or small as those tried a global batch may be,"""
 _TRIAL, _APART = 1.5, 1.2
@@ -178,7 +179,7 @@ class Adaptation:
         all of a step's time is fixed.
         """
         larger = min(round(batch * _TRIAL), self.highest, forecast.limits.most)
-        hoped = larger / batch * (low + batch) / (low + larger)
+        hoped = larger / batch * efficiency(low, larger, start=batch)
         if state.knows_slopes or larger < batch * _APART or hoped < 1 + self.least_gain:
             return None
         around = range(larger, batch, -1)
@@ -194,7 +195,8 @@ class Adaptation:
         scale has no upper end yet, the lower end bounds it: from below for a global batch above
         the start, from above for one below.
         """
-        before = gain_within(state.gain, batch, start)
+        kappa = batch / start
+        before = gain_within(state.gain, kappa)
         low, high = state.noise.interval()
         if high is None:
             bound = gain(low, 1.0, batch, start)
@@ -202,7 +204,7 @@ class Adaptation:
             known: float | None = max(before, bound) if batch > start else min(before, bound)
         else:
             known = gain(state.noise.trace, state.noise.grad_sq, batch, start)
-        new = gain_within(steady_gain(before, known, state.clipped_share), batch, start)
+        new = gain_within(steady_gain(before, known, state.clipped_share), kappa)
         if abs(new - before) <= _NEWS * before:
             new = before
         least, most = state.tried
@@ -213,12 +215,6 @@ class Adaptation:
             quiet=0 if moved else min(state.quiet + 1, _SELDOM),
             tried=(min(least or batch, batch), max(most, batch)),
         )
-
-
-def gain_within(known: float, batch: int, start: int) -> float:
-    """Return the nearest gain that a global batch can have: between 1 and batch / start."""
-    low, high = sorted((1.0, batch / start))
-    return min(max(known, low), high)
 
 
 def _with_local_batches(state: AdaptationState, local: Floats) -> AdaptationState:

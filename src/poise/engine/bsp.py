@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from poise.core.learning_rate import gain_within
 from poise.core.observation import Change, Event, Observation
 from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
 from poise.core.split import Split, check_split
-from poise.engine.adaptation import Adaptation, AdaptationState, gain_within
+from poise.engine.adaptation import Adaptation, AdaptationState
 from poise.errors import InvalidSetting, StateMismatch
 from poise.policy import Decision, Forecasting, Policy
 
@@ -36,7 +37,7 @@ class Engine:
         """How many steps of the start's global batch one step is worth."""
         if self.adapted is None:
             return 1.0
-        return gain_within(self.adapted.gain, self.global_batch, self.start_batch)
+        return gain_within(self.adapted.gain, self.global_batch / self.start_batch)
 
     def nearest(self, global_batch: int) -> int:
         """Return the global batch nearest to that which this engine may choose."""

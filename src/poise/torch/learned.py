@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from poise.core.learning_rate import gain_within
 from poise.core.observation import Change
 from poise.core.plan import Plan
 from poise.core.split import Split, check_split
-from poise.engine.adaptation import gain_within
 from poise.engine.bsp import Engine
 from poise.errors import PoiseError, StateMismatch
 
@@ -102,7 +102,7 @@ def _checked_gain(gain: Any, global_batch: int, engine: Engine) -> float:
         raise ValueError(f"gain={gain}")
     if engine.adapt is None:
         return 1.0
-    return gain_within(float(gain), global_batch, engine.start_batch)
+    return gain_within(float(gain), global_batch / engine.start_batch)
 
 
 def _allowed(engine: Engine, split: Split) -> bool:

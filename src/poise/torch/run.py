@@ -38,6 +38,8 @@ class Run:
     plan: Plan
     """The plan of the batch handed out last: what all workers know to be in effect."""
     counts: Counts
+    start_batch: int
+    """The global batch that the user's learning rate is for."""
     progress: Progress = field(default_factory=Progress)
     tallies: list[Tally] = field(default_factory=list)
     """One for each model."""
@@ -51,8 +53,6 @@ class Run:
     """Measures the steps; None: nobody asks for it."""
     norms: Norms | None = None
     """Looks at the gradients; None: nobody asks for it."""
-    start_batch: int = 0
-    """The global batch that the user's learning rate is for."""
     compared: bool = False
     """Whether the workers have compared their places since this pass over the loader began."""
 

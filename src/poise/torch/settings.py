@@ -1,9 +1,8 @@
 """What a user may state when a Balancer is made, checked before anything starts."""
 
-import difflib
-from typing import Any
+from typing import Any, TypeGuard
 
-from poise.core.learning_rate import RULES
+from poise.core.learning_rate import RULES, unknown_rule
 from poise.engine.adaptation import Adaptation
 from poise.errors import InvalidSetting
 from poise.policy import Policy, policy_named
@@ -30,9 +29,7 @@ def checked_adaptation(adapt: object, rate: object, scaler: object) -> Adaptatio
             "is; leave rate out, or let the global batch move: adapt=(lowest, highest)"
         )
     if rate is not None and rate not in RULES:
-        near = difflib.get_close_matches(str(rate), RULES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "leave it out to choose by the optimizer"
-        raise InvalidSetting(f"rate={rate!r} is unknown; there are {', '.join(RULES)}; {hint}")
+        raise unknown_rule("rate", rate)
     wanted = ("scale", "is_enabled")
     if scaler is not None and (
         isinstance(scaler, type)
@@ -41,18 +38,15 @@ def checked_adaptation(adapt: object, rate: object, scaler: object) -> Adaptatio
         raise InvalidSetting(
             f"scaler={scaler!r} is no GradScaler; give the one that scales the losses, or None"
         )
-    if adapt is None:
-        return None
-    if not (
-        isinstance(adapt, list | tuple)
-        and len(adapt) == len(("lowest", "highest"))
-        and all(is_number_of_samples(end) for end in adapt)
-    ):
-        raise InvalidSetting(
-            f"adapt={adapt!r} is no range of global batches; give two whole numbers from 1, such "
-            "as adapt=(64, 4096)"
-        )
-    return Adaptation(lowest=adapt[0], highest=adapt[1])
+    match adapt:
+        case None:
+            return None
+        case (lowest, highest) if is_number_of_samples(lowest) and is_number_of_samples(highest):
+            return Adaptation(lowest=lowest, highest=highest)
+    raise InvalidSetting(
+        f"adapt={adapt!r} is no range of global batches; give two whole numbers from 1, such "
+        "as adapt=(64, 4096)"
+    )
 
 
 def check_functions(**functions: object) -> None:
@@ -92,6 +86,6 @@ def most_samples(micro_batch: Any, worker: int, workers: int) -> int | None:
     return stated[worker]
 
 
-def is_number_of_samples(value: object) -> bool:
+def is_number_of_samples(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
