@@ -196,8 +196,8 @@ def measured(
         found = balancer.noise
         if found is None:
             return None
-        assert balancer._exchange is not None
-        adapted = balancer._exchange.engine.adapted
+        assert balancer._synchronous._exchange is not None
+        adapted = balancer._synchronous._exchange.engine.adapted
         assert adapted is not None
         return Seen(
             found.trace,
@@ -399,9 +399,9 @@ def alone_with_many_parameters() -> tuple[float, float, int]:
             shared(points).square().sum(dim=1).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert balancer._run.norms is not None
+        assert balancer._synchronous._run.norms is not None
         for step in range(12):
-            row = balancer._run.norms.row(step)
+            row = balancer._synchronous._run.norms.row(step)
             if not np.isnan(row[0]):
                 found = summed_noise_scale(GroupSums(*row[:4].tolist()), float(row[4]))
                 assert found is not None
@@ -440,8 +440,8 @@ def rare_optimizers(way: str) -> tuple[int, float]:
         noise = balancer.noise
         if noise is None:
             return 0, 0.0
-        assert balancer._exchange is not None
-        adapted = balancer._exchange.engine.adapted
+        assert balancer._synchronous._exchange is not None
+        adapted = balancer._synchronous._exchange.engine.adapted
         assert adapted is not None
         return noise.estimates, adapted.clipped_share
 

@@ -191,7 +191,7 @@ def short_epochs(samples: int, drop_last: bool) -> tuple[int, list[int]]:
     sizes = []
     with Balancer(8) as balancer:
         loader = DataLoader(data, 8, shuffle=True, drop_last=drop_last)
-        model, optimizer, shares = balancer.prepare(model, optimizer, loader)  # type: ignore[assignment]
+        model, optimizer, shares = balancer.prepare(model, optimizer, loader)
         for _ in balancer.epochs(2):
             for inputs, _ in shares:
                 sizes.append(len(inputs))

@@ -221,7 +221,7 @@ class Tight:
     asked: list[float] = field(default_factory=list)
 
     def peak_bytes(self) -> float:
-        if self.balancer is None or self.balancer._loader is None:
+        if self.balancer is None or self.balancer._synchronous._loader is None:
             return 50e6
         return 50e6 + 10e6 * float(self.balancer.plan.split[self.balancer.worker])
 
@@ -234,7 +234,7 @@ def train_with_little_memory(policy: Any) -> list[tuple[int, ...]]:
     with pytest.MonkeyPatch.context() as patch, Balancer(48, policy=policy) as balancer:
         if balancer.worker == 0:
             memory.balancer = balancer
-            patch.setattr("poise.torch.balancer.memory_of", lambda *_, **__: memory)
+            patch.setattr("poise.torch.synchronous.memory_of", lambda *_, **__: memory)
         Pacer(0.002, 0.0, 1.0 if balancer.worker == 0 else 0.25).attach(model)
         loader = DataLoader(dataset(RECIPE), 48, shuffle=True)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)

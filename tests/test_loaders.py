@@ -73,7 +73,7 @@ def train(balancer: Balancer, loader: DataLoader[Any], epochs: int) -> list[Any]
 
 def end_processes(balancer: Balancer) -> None:
     """End persistent loader processes, as the end of the interpreter would."""
-    loader: Any = balancer._loader
+    loader: Any = balancer._synchronous._loader
     loader._loader._iterator._shutdown_workers()
 
 
@@ -93,7 +93,7 @@ def loader_settings() -> tuple[list[Any], dict[str, Any]]:
     )
     with Balancer(10, policy=Fixed(SPLIT)) as balancer:
         seen = train(balancer, loader, 2)
-        inner = balancer._loader._loader  # type: ignore[union-attr]
+        inner = balancer._synchronous._loader._loader  # type: ignore[union-attr]
         kept = {
             name: getattr(inner, name)
             for name in ("num_workers", "persistent_workers", "prefetch_factor", "timeout")

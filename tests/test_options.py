@@ -119,7 +119,7 @@ def test_the_tests_notice_a_hook_without_weights(workers: Workers) -> None:
 
 def large_gradients() -> tuple[float, float]:
     """A worker with nearly all samples, and a gradient that just fits into 16 bits."""
-    model = nn.Linear(1, 1, bias=False)
+    model: Any = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     data = TensorDataset(torch.full((8, 1), 40_000.0))
     with Balancer(8, policy=Fixed([7, 1]), comm_hook=fp16_compress_hook) as balancer:

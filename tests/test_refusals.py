@@ -179,7 +179,7 @@ def disagreements() -> dict[str, str]:
         with Balancer(6, policy=policy, seed=5 if odd["seed"] else 0) as balancer:
             try:
                 if odd["batch"]:
-                    balancer._global_batch = 7
+                    balancer._synchronous._global_batch = 7
                 balancer.prepare(model, optimizer, loader)
             except Disagreement as error:
                 messages[name] = str(error)

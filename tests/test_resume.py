@@ -49,7 +49,9 @@ def train_part(
                     break
             if state["step"] == stop_after:
                 break
-        everyone = balancer._control.table([state[k] for k in ("epoch", "position", "step")], "t")
+        everyone = balancer._synchronous._control.table(
+            [state[k] for k in ("epoch", "position", "step")], "t"
+        )
         assert all(row == everyone[0] for row in everyone)
         if balancer.worker == 0:
             torch.save(

@@ -37,6 +37,41 @@ def openmp_threads() -> int | None:
     return int(stated) if stated.isdigit() else None
 
 
+def server_address() -> str | None:
+    """Return host and port of the server that this process is to join, or None."""
+    return os.environ.get("POISE_SERVER") or None
+
+
+def shared_secret() -> bytes | None:
+    """Return the secret that a server and its workers share, or None."""
+    return os.environ.get("POISE_SECRET", "").encode() or None
+
+
+def for_server() -> dict[str, str]:
+    """Return this environment without a launcher's place, which a server has not."""
+    placing = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "POISE_SERVER")
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if k not in placing and not k.startswith("TORCHELASTIC_")
+    }
+
+
+def for_joining(worker: int, workers: int, address: str) -> dict[str, str]:
+    """Return this environment with the variables of a worker, from 1, that joins a local server.
+
+    As under a launcher, the server counts as number 0.
+    """
+    return {
+        **for_server(),
+        "RANK": str(worker),
+        "LOCAL_RANK": str(worker - 1),
+        "WORLD_SIZE": str(workers + 1),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "POISE_SERVER": address,
+    }
+
+
 def for_worker(worker: int, workers: int, port: int) -> dict[str, str]:
     """Return this environment with the variables that place a worker in a local group."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}

@@ -6,7 +6,8 @@ PoiseError
 ├── Disagreement        workers that should be alike are not
 ├── OutOfOrder          a call that comes at the wrong moment
 ├── StateMismatch       a saved state that does not belong to this training
-└── WorkerLost          another worker failed, died or hung
+├── WorkerLost          another worker failed, died or hung
+└── ServerLost          the server that this worker trains with is gone
 
 PoiseWarning            something that works, but perhaps not as expected
 
@@ -40,6 +41,10 @@ class StateMismatch(PoiseError, ValueError):
 
 class WorkerLost(PoiseError, RuntimeError):
     """Another worker failed, died or hung; this one cannot go on alone."""
+
+
+class ServerLost(PoiseError, RuntimeError):
+    """The server that this worker trains with failed, died or cannot be reached."""
 
 
 class PoiseWarning(UserWarning):

@@ -59,7 +59,7 @@ def _stop_after_prepare() -> Iterator[None]:
             warnings.simplefilter("always")
             original(self, model, optimizer, loader)
         texts = [str(warning.message) for warning in caught]
-        examination = examine(self._cluster, lead(loader), texts)
+        examination = examine(self._synchronous._cluster, lead(loader), texts)
         self.close()
         raise _Prepared(examination)
 

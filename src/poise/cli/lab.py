@@ -15,9 +15,12 @@ def lab(
     link: str | None,
     pace: str | None,
     from_start: bool,
+    mode: str,
     script: Sequence[str],
 ) -> int:
     """Run a script on unequal workers; return 0 or the exit code of the first that fails.
+
+    With a server, the exit code is its own.
 
     Args:
         speeds: of the workers, with commas.
@@ -25,11 +28,12 @@ def lab(
         link: rates of the workers' networks.
         pace: how long paced workers take.
         from_start: whether to throttle before training is prepared.
+        mode: "sync", or "async" or "stale:S" for workers with a server.
         script: a training script and its arguments.
     """
     require("torch", extra="torch")
     if launched_as() is not None:
         raise InvalidSetting("the lab starts its own workers; run it without torchrun")
-    with Lab(speeds, walk=walk, link=link, pace=pace, from_start=from_start) as bench:
+    with Lab(speeds, walk=walk, link=link, pace=pace, from_start=from_start, mode=mode) as bench:
         bench.start(script)
         return bench.wait()

@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_lab(commands)
     _add_plan(commands)
+    _add_serve(commands)
     _add_verify(commands)
     _add_watch(commands)
     return parser
@@ -90,15 +91,25 @@ def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help=text,
         description=text + " Each worker gets so many cores from the moment its model is wrapped "
         "in DistributedDataParallel, which Balancer.prepare does too. Output passes through with "
-        "the worker's number in front. Exit code: 0, or that of the first worker that fails.",
-        usage="poise lab [-h] --speeds S,S,... [--walk FILE] [--link RATE] [--pace TIME] "
-        "[--from-start] -- SCRIPT [ARGS ...]",
+        "the worker's number in front. Exit code: 0, or that of the first worker that fails. With "
+        "--mode async or stale:S a server is started too, which no speed limits, and the workers, "
+        "from 1, join it; one that fails does not end the others, and the exit code is the "
+        "server's.",
+        usage="poise lab [-h] --speeds S,S,... [--mode MODE] [--walk FILE] [--link RATE] "
+        "[--pace TIME] [--from-start] -- SCRIPT [ARGS ...]",
     )
     lab.add_argument(
         "--speeds",
         required=True,
         metavar="S,S,...",
         help="cores of each worker, worker 0 first; 0.5x8 means eight of 0.5",
+    )
+    lab.add_argument(
+        "--mode",
+        default="sync",
+        metavar="MODE",
+        help="sync, or with a server: async, or stale:S for workers at most S steps apart "
+        "(default sync)",
     )
     lab.add_argument("--walk", metavar="W.toml", help="how the speeds change while running")
     lab.add_argument(
@@ -151,6 +162,60 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "of the file, else N)",
     )
     plan.set_defaults(run=_plan)
+
+
+def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Run a training script as the server of workers that need not wait for each other."
+    serve = commands.add_parser(
+        "serve",
+        help=text,
+        description=text + " The script runs unchanged; it holds the weights, applies the "
+        "gradients that workers push, and evaluates and saves as the script says. A worker is the "
+        "same script, started anywhere with POISE_SERVER set to the server's address. Workers may "
+        "join and leave at any time. Off 127.0.0.1, POISE_SECRET must be set to the same words "
+        "on all. A table on stderr shows what each worker contributes. The exit code is the "
+        "script's own.",
+        usage="poise serve [-h] [--host H] [--port P] [--workers N] [--mode MODE] [--save FILE] "
+        "[--save-every S] SCRIPT [ARGS ...]",
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1)"
+    )
+    serve.add_argument(
+        "--port",
+        type=_port,
+        default=29400,
+        metavar="P",
+        help="port to listen on, 0 for any that is free (default 29400)",
+    )
+    serve.add_argument(
+        "--workers",
+        type=_one_worker_or_more,
+        default=1,
+        metavar="N",
+        help="training starts when so many have joined; more may join later (default 1)",
+    )
+    serve.add_argument(
+        "--mode",
+        metavar="MODE",
+        help="async, or stale:S for workers at most S steps apart (default: as the script says, "
+        "else async)",
+    )
+    serve.add_argument(
+        "--save",
+        metavar="FILE",
+        help="save model, optimizer and place there, and go on from there if it exists",
+    )
+    serve.add_argument(
+        "--save-every",
+        type=_seconds,
+        metavar="S",
+        help="seconds between two saves (default 60); it is saved after each epoch too",
+    )
+    serve.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a training script, its args"
+    )
+    serve.set_defaults(run=_serve)
 
 
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -240,14 +305,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _lab(arguments: argparse.Namespace) -> int:
     from poise.cli.lab import lab
 
-    words = arguments.script
     return lab(
         speeds=arguments.speeds,
         walk=arguments.walk,
         link=arguments.link,
         pace=arguments.pace,
         from_start=arguments.from_start,
-        script=words[1:] if words[:1] == ["--"] else words,
+        mode=arguments.mode,
+        script=_without_dashes(arguments.script),
     )
 
 
@@ -261,6 +326,20 @@ def _plan(arguments: argparse.Namespace) -> int:
         picture=arguments.sweep,
         noise_scale=arguments.noise_scale,
         start_batch=arguments.start_batch,
+    )
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from poise.cli.serve import serve
+
+    return serve(
+        script=_without_dashes(arguments.script),
+        host=arguments.host,
+        port=arguments.port,
+        workers=arguments.workers,
+        mode=arguments.mode,
+        save=arguments.save,
+        save_every_s=arguments.save_every,
     )
 
 
@@ -302,6 +381,11 @@ def options_first(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:end], words[end + 1 :] if words[end : end + 1] == ["--"] else words[end:]
 
 
+def _without_dashes(words: list[str]) -> list[str]:
+    """Return a script with its arguments, without the -- that may stand before it."""
+    return words[1:] if words[:1] == ["--"] else words
+
+
 def _one_or_more(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps from 1 up")
@@ -322,6 +406,18 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:  # noqa: PLR2004 (the last port there is)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
+def _one_worker_or_more(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers from 1 up")
+    return int(text)
 
 
 def _two_or_more(text: str) -> int:

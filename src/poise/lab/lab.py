@@ -12,7 +12,8 @@ from threading import RLock
 from types import TracebackType
 from typing import Self
 
-from poise.environment import for_worker
+from poise.engine.modes import Mode, Sync, mode_of
+from poise.environment import for_joining, for_server, for_worker
 from poise.errors import InvalidSetting, OutOfOrder
 from poise.lab.guard import Guard
 from poise.lab.leftovers import clear, lab_name, stale_belongings
@@ -29,10 +30,12 @@ from poise.lab.user_script import check_script
 from poise.lab.walk import Walk, read_walk
 
 _GRACE_S = 5.0
-"""How long workers may go on when one has failed."""
+"""How long the others may go on when one has failed, or workers when their server has ended."""
 _LOOK_S = 0.05
 _REAP_S = 5.0
+_FAILED = 1
 _SIGNALED = 128
+_LOOPBACK = "127.0.0.1"
 _numbers = itertools.count()
 _ALIKE = {
     "OMP_NUM_THREADS": "1",
@@ -54,6 +57,8 @@ class Lab:
         pace: seconds per sample and fixed, or text as in `4ms+20ms`: workers then sleep instead
             of being throttled, so that there can be more of them than cores.
         from_start: whether to throttle at once, and not when training is prepared.
+        mode: "sync", or "async" or "stale:S": a server is started too, without a limit, and the
+            workers, which then count from 1, join it.
         say: what to do with remarks, each a line; by default they go to stderr.
     """
 
@@ -65,6 +70,7 @@ class Lab:
         link: str | None = None,
         pace: Pace | str | None = None,
         from_start: bool = False,
+        mode: str | Mode = "sync",
         say: Callable[[str], None] | None = None,
     ) -> None:
         self._speeds = parse_speeds(speeds) if isinstance(speeds, str) else checked_speeds(speeds)
@@ -74,10 +80,16 @@ class Lab:
         self._from_start = from_start
         if from_start and self._pace:
             raise InvalidSetting("a paced worker sleeps in training only; leave out from_start")
+        self._mode = _served_mode(mode)
+        if self._mode is not None and link is not None:
+            raise InvalidSetting(
+                f"--link has no place for the server of --mode {self._mode}; leave one of them out"
+            )
         self._say = say or _to_stderr
         self._name = lab_name(next(_numbers))
         self._network = None if link is None else Network(self._name, parse_link(link, workers))
         self._members: list[Member] = []
+        self._server: Member | None = None
         self._listener: Listener | None = None
         self._output = Output()
         self._lock = RLock()
@@ -114,10 +126,10 @@ class Lab:
                 self._say(str(self._listener.failure))
         self._lift()
         self._guard.close()
-        for member in self._members:
+        for member in self._everybody():
             member.close(_REAP_S)
         self._output.finish()
-        for member in self._members:
+        for member in self._everybody():
             for pipe in (member.process.stdout, member.process.stderr):
                 if pipe is not None and not self._output.copies(pipe):
                     pipe.close()
@@ -132,6 +144,11 @@ class Lab:
         """How many training steps each worker has begun."""
         return tuple(member.steps for member in self._members)
 
+    @property
+    def server(self) -> "Popen[str] | None":
+        """The server's process, once started; None without a server."""
+        return None if self._server is None else self._server.process
+
     def start(
         self,
         arguments: Sequence[str],
@@ -145,9 +162,9 @@ class Lab:
         Args:
             arguments: what would follow `python`.
             stdout: None passes lines on with the worker's number in front; else as in
-                `subprocess`, such as PIPE for text that the caller reads.
+                `subprocess`, such as PIPE for text that the caller reads. A server's likewise.
             stderr: the same for errors.
-            environment: more variables for the workers.
+            environment: more variables for the workers, and for their server.
         """
         if self._members:
             raise OutOfOrder("this lab has started its workers already; make a new one")
@@ -156,18 +173,27 @@ class Lab:
         if arguments[0] != "-m":
             check_script(arguments)
         self._warn_of_too_much()
-        port = free_port()
-        for worker in range(len(self._speeds)):
-            placed = {**for_worker(worker, len(self._speeds), port), **(environment or {})}
-            self._start(worker, arguments, placed, stdout, stderr)
+        port, workers, more = free_port(), len(self._speeds), environment or {}
+        if self._mode is not None:
+            self._start_server(arguments, port, {**for_server(), **more}, stdout, stderr)
+        for worker in range(workers):
+            placed = (
+                for_worker(worker, workers, port)
+                if self._mode is None
+                else for_joining(self._number(worker), workers, f"{_LOOPBACK}:{port}")
+            )
+            self._start(worker, arguments, {**placed, **more}, stdout, stderr)
         self._listener = Listener(self._members, self._prepared, self._follow_walk)
         return [member.process for member in self._members]
 
     def wait(self) -> int:
         """Wait until all workers have ended, or some seconds longer than the first that fails.
 
-        Returns 0, or the exit code of that one; leaving the lab ends the others.
+        Returns 0, or the exit code of that one; leaving the lab ends the others. With a server,
+        waits until that has ended, whoever of the workers fails, and returns its exit code.
         """
+        if self._server is not None:
+            return self._wait_for(self._server)
         deadline: float | None = None
         while self._running() and (deadline is None or time.monotonic() < deadline):
             self._raise_failure()
@@ -181,7 +207,7 @@ class Lab:
             return 0
         code = self._members[failed].process.returncode
         self._say(f"worker {failed} ended first, with {_ending(code)}")
-        return code if code > 0 else _SIGNALED - code
+        return _as_exit_code(code)
 
     def set_speeds(self, speeds: Sequence[float]) -> None:
         """Change all speeds from now on; a worker that is not throttled yet begins with its new."""
@@ -230,14 +256,111 @@ class Lab:
             stderr=stderr,
         )
         self._members.append(member)
-        self._guard.watch_worker(member.process.pid)
-        if stdout is None and member.process.stdout is not None:
-            self._output.pass_on(worker, member.process.stdout)
-        if stderr is None and member.process.stderr is not None:
-            self._output.pass_on(worker, member.process.stderr, errors=True)
+        self._look_after(member, self._number(worker), stdout, stderr)
         if self._from_start:
             self._throttle(worker)
         member.let_go()  # only now, so that none runs that the guard does not know
+
+    def _start_server(
+        self,
+        arguments: Sequence[str],
+        port: int,
+        environment: dict[str, str],
+        stdout: int | None,
+        stderr: int | None,
+    ) -> None:
+        options = ["--port", str(port), "--workers", str(len(self._speeds))]
+        self._server = launch(
+            ["-m", "poise", "serve", *options, "--mode", str(self._mode), "--", *arguments],
+            _ALIKE | environment,
+            inside=(),
+            pace=None,
+            speed=1.0,
+            stdout=stdout,
+            stderr=stderr,
+        )
+        self._look_after(self._server, "server", stdout, stderr)
+        self._server.let_go()
+
+    def _look_after(
+        self, member: Member, name: int | str, stdout: int | None, stderr: int | None
+    ) -> None:
+        """Have a new process ended with the lab, and its lines passed on if nobody else does."""
+        self._guard.watch_worker(member.process.pid)
+        if stdout is None and member.process.stdout is not None:
+            self._output.pass_on(name, member.process.stdout)
+        if stderr is None and member.process.stderr is not None:
+            self._output.pass_on(name, member.process.stderr, errors=True)
+
+    def _wait_for(self, server: Member) -> int:
+        """Wait until the server has ended, and some seconds for its workers to end as well.
+
+        Returns its exit code; or that of a worker without which the training cannot go on.
+        """
+        said: set[int] = set()
+        deadline: float | None = None
+        while server.process.poll() is None:
+            self._raise_failure()
+            self._say_who_failed(said)
+            missing = self._missing()
+            if missing is None:
+                deadline = None
+            elif deadline is None:
+                deadline = time.monotonic() + _GRACE_S  # the server may be about to end, too
+            elif time.monotonic() > deadline:
+                return self._give_up(missing)
+            time.sleep(_LOOK_S)
+        code = server.process.returncode
+        if code:
+            self._say(f"the server ended with {_ending(code)}")
+        self._lift()  # so that workers can end, or say their own error, in time
+        self._wait_for_workers(said, failing=code != 0)
+        return _as_exit_code(code)
+
+    def _wait_for_workers(self, said: set[int], *, failing: bool) -> None:
+        deadline = time.monotonic() + _GRACE_S
+        while self._running() and time.monotonic() < deadline:
+            self._raise_failure()
+            time.sleep(_LOOK_S)
+        self._raise_failure()
+        if not failing:
+            self._say_who_failed(said)
+
+    def _give_up(self, missing: int) -> int:
+        """Return the exit code of a worker without which the server waits forever, and say why."""
+        self._say(
+            f"worker {self._number(missing)} ended before it joined, and training starts when all "
+            f"{len(self._members)} have; the rest is ended"
+            if self._running()
+            else "all workers have failed, so the server is ended"
+        )
+        return _as_exit_code(self._members[missing].process.returncode) or _FAILED
+
+    def _missing(self) -> int | None:
+        """Return a worker that has ended and without which the server would wait forever."""
+        if all(member.process.poll() for member in self._members):
+            return self._first_failed()
+        if any(member.steps for member in self._members):  # training has started
+            return None
+        for worker, member in enumerate(self._members):
+            if member.process.poll() is not None and not member.prepared:
+                return worker
+        return None
+
+    def _say_who_failed(self, said: set[int]) -> None:
+        """Say once of each worker that it has failed."""
+        for worker, member in enumerate(self._members):
+            code = member.process.poll()
+            if code and worker not in said:
+                said.add(worker)
+                self._say(f"worker {self._number(worker)} ended with {_ending(code)}")
+
+    def _number(self, worker: int) -> int:
+        """Return what a worker is called: with a server, that is 0."""
+        return worker if self._mode is None else worker + 1
+
+    def _everybody(self) -> list[Member]:
+        return [*self._members, *(() if self._server is None else (self._server,))]
 
     def _prepared(self, worker: int) -> None:
         self._throttle(worker)
@@ -297,15 +420,20 @@ class Lab:
 
     def _say_who_was_not_throttled(self) -> None:
         free = [
-            str(worker)
+            str(self._number(worker))
             for worker, member in enumerate(self._members)
             if member.throttle is None and member.process.poll() is not None
         ]
+        why = (
+            "no DistributedDataParallel was built; throttle from the start (--from-start) if the "
+            "script builds none"
+            if self._mode is None
+            else "Balancer.prepare did not return there"
+        )
         if free:
             self._say(
                 f"{'workers' if len(free) > 1 else 'worker'} {', '.join(free)} ended without ever "
-                "having been throttled, since no DistributedDataParallel was built; "
-                "throttle from the start (--from-start) if the script builds none"
+                f"having been throttled, since {why}"
             )
 
 
@@ -320,6 +448,17 @@ def _walk(walk: Walk | str | Path | None, workers: int) -> Walk:
                 f"the walk has {len(change.speeds)} speeds for {workers} workers; give one each"
             )
     return walk
+
+
+def _served_mode(stated: object) -> Mode | None:
+    """Return the mode of a training with a server; None: there is none."""
+    mode = mode_of(stated)
+    return None if isinstance(mode, Sync) else mode
+
+
+def _as_exit_code(code: int) -> int:
+    """Return an exit code, of a shell's kind for a process that a signal ended."""
+    return code if code >= 0 else _SIGNALED - code
 
 
 def _ending(code: int) -> str:

@@ -3,13 +3,39 @@
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from poise.lab.pacing import Pacer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 GO = b"go\n"
 PREPARED = b"p"
 STEP = b"s"
+
+
+_line: "list[Line]" = []
+"""That of this process, if it is a lab's worker."""
+
+
+def set_line(line: "Line") -> None:
+    """Let trainings in this process tell their lab through a line."""
+    _line.append(line)
+
+
+def tell_prepared(models: "Sequence[nn.Module]") -> None:
+    """Tell the lab, if there is one, that training is prepared without DistributedDataParallel."""
+    for line in _line:
+        line.prepared(models)
+
+
+def tell_step() -> None:
+    """Tell the lab, if there is one, of a step of such a training."""
+    for line in _line:
+        line.step()
 
 
 class Line:
@@ -29,8 +55,11 @@ class Line:
         self._may_go = False
         return True
 
-    def prepared(self) -> None:
-        """Tell that training is prepared, and wait until we are throttled."""
+    def prepared(self, models: "Sequence[nn.Module]" = ()) -> None:
+        """Tell that training is prepared, and wait until we are throttled; pace models."""
+        if self._pacer is not None:
+            for model in models:
+                self._pacer.attach(model)
         self._tell(PREPARED)
         self.await_go()
 

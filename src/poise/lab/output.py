@@ -1,4 +1,4 @@
-"""Passing on what workers print, line by line, with their numbers in front."""
+"""Passing on what workers print, line by line, with their names in front."""
 
 import sys
 from collections.abc import Iterable
@@ -17,10 +17,10 @@ class Output:
         self.broken = False
         """Whether nobody reads our own output any more."""
 
-    def pass_on(self, worker: int, lines: IO[str], *, errors: bool = False) -> None:
+    def pass_on(self, name: int | str, lines: IO[str], *, errors: bool = False) -> None:
         """Copy lines until they end, in a thread of its own."""
         copy = Thread(
-            target=self._copy, args=(worker, lines, errors), name="poise-output", daemon=True
+            target=self._copy, args=(name, lines, errors), name="poise-output", daemon=True
         )
         self._copies.append((copy, lines))
         copy.start()
@@ -36,12 +36,12 @@ class Output:
             if not thread.is_alive():
                 lines.close()  # to close what is still being read would wait for its end
 
-    def _copy(self, worker: int, lines: Iterable[str], errors: bool) -> None:
+    def _copy(self, name: int | str, lines: Iterable[str], errors: bool) -> None:
         for line in lines:
             stream = sys.stderr if errors else sys.stdout
             try:
                 with self._lock:
-                    stream.write(f"[{worker}] {line}" + ("" if line.endswith("\n") else "\n"))
+                    stream.write(f"[{name}] {line}" + ("" if line.endswith("\n") else "\n"))
                     stream.flush()
             except BrokenPipeError:
                 self.broken = True

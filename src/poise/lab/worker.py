@@ -11,9 +11,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from types import TracebackType
 from typing import Any
 
-from poise.lab.line import Line
+from poise.lab.line import Line, set_line
 from poise.lab.pacing import Pacer
 from poise.lab.user_script import command_line
 
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # both are text files
-    _show_own_frames(script[0])  # before torch keeps the hook that it finds
+    _show_own_frames_only(script[0])  # before torch keeps the hook that it finds
+    set_line(line)
     if find_spec("torch") is not None:
         watch_training(line, pacer)
     run(script)
@@ -74,15 +76,23 @@ def run(script: Sequence[str]) -> None:
         runpy.run_path(script[0], run_name="__main__")
 
 
-def _show_own_frames(script: str) -> None:
+def own_frames(trace: TracebackType | None, script: str) -> TracebackType | None:
+    """Return the part of a trace that a script run by itself would show; all, if it has none."""
+    own = trace
+    while own is not None and own.tb_frame.f_code.co_filename != script:
+        own = own.tb_next
+    return own or trace
+
+
+def _show_own_frames_only(script: str) -> None:
     """Show an error of the script as if it had been run by itself."""
     show = sys.excepthook
 
-    def shortened(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        own = trace
-        while own is not None and own.tb_frame.f_code.co_filename != script:
-            own = own.tb_next
-        show(kind, error.with_traceback(own or trace), own or trace)
+    def shortened(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        own = own_frames(trace, script)
+        show(kind, error.with_traceback(own), own)
 
     sys.excepthook = shortened
 

@@ -10,9 +10,10 @@ from typing import Any, TextIO
 from poise.core.observation import Change, Event
 from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan
+from poise.engine.asp import AsyncEngine, Round
 from poise.engine.bsp import Engine
 from poise.errors import InvalidSetting, StateMismatch
-from poise.records.rows import FORMAT, VERSION, Decided, Header, Record, Row
+from poise.records.rows import FORMAT, VERSION, Decided, Header, Record, Row, Served
 
 
 class Recorder:
@@ -22,9 +23,11 @@ class Recorder:
     rows are as short as what is known.
     """
 
-    def __init__(self, path: str | PathLike[str], engine: Engine) -> None:
+    def __init__(
+        self, path: str | PathLike[str], engine: Engine, *, mode: str | None = None
+    ) -> None:
         self._file = _created(Path(path))
-        self._write(Header.of(engine))
+        self._write(Header.of(engine, mode))
 
     def write(self, events: Sequence[Event], start_step: int, plan: Plan | None) -> None:
         """Add what happened, and the plan that was made on all of it."""
@@ -36,6 +39,21 @@ class Recorder:
                 self._write(Row(start_step, change=event, decision=decision, more=more))
             else:
                 self._write(Row(start_step, observation=event, decision=decision, more=more))
+
+    def write_round(self, decided: Round, engine: AsyncEngine, busy_s: float) -> None:
+        """Add a round of a training with a server, and what the server has done so far."""
+        (event,) = decided.events
+        change = event if isinstance(event, Change) else None
+        self._write(
+            Row(
+                decided.start_step,
+                observation=None if isinstance(event, Change) else event,
+                change=change,
+                loaded=None if decided.loaded is None else json.dumps(decided.loaded.state_dict()),
+                decision=None if decided.plan is None else Decided.of(decided.plan),
+                served=Served.of(engine, busy_s),
+            )
+        )
 
     def resume(
         self, engine: Engine, change: Change | None, start_step: int, plan: Plan | None

@@ -1,11 +1,13 @@
 """What a record consists of: a header, then one row per step, in arrays over workers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from poise.core.observation import Change, Observation
 from poise.core.plan import Plan
 from poise.core.split import Split
 from poise.engine.adaptation import Adaptation
+from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
 from poise.policy import Policy
 from poise.policy.naming import PolicyName, named
@@ -40,17 +42,49 @@ class Header:
     workers: int
     global_batch: int
     adapt: Adaptation | None = None
+    mode: str | None = None
+    """Of a training with a server; None: all workers take every step together."""
 
     @staticmethod
-    def of(engine: Engine) -> "Header":
+    def of(engine: Engine, mode: str | None = None) -> "Header":
         """Return the header of an engine's record."""
-        return Header(
-            FORMAT, VERSION, named(engine.policy), engine.workers, engine.global_batch, engine.adapt
-        )
+        policy = named(engine.policy)
+        workers, global_batch = engine.workers, engine.global_batch
+        return Header(FORMAT, VERSION, policy, workers, global_batch, engine.adapt, mode)
 
     def engine(self, policy: Policy) -> Engine:
         """Return an engine as it was at the start."""
         return Engine(policy, self.workers, self.global_batch, self.adapt)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server did since the training began, worker by worker."""
+
+    workers: tuple[int, ...]
+    """Their numbers, of those that are there, as in the arrays of the row."""
+    updates: tuple[int, ...]
+    staleness: tuple[Mapping[int, int], ...]
+    """How many updates of each worker were how stale."""
+    dropped: tuple[int, ...]
+    """Pushes that were not finite."""
+    waited_s: tuple[float, ...]
+    """Seconds that each worker's pushes waited in the server."""
+    busy_s: float
+    """Seconds in which the server applied gradients or copied weights."""
+
+    @staticmethod
+    def of(engine: AsyncEngine, busy_s: float) -> "Served":
+        """Return what an engine has counted."""
+        tallies = [member.tally for member in engine.members]
+        return Served(
+            tuple(member.worker for member in engine.members),
+            tuple(tally.updates for tally in tallies),
+            tuple(tally.staleness for tally in tallies),
+            tuple(tally.dropped for tally in tallies),
+            tuple(tally.waited_s for tally in tallies),
+            busy_s,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +99,8 @@ class Row:
     """The engine's saved state, as JSON, from which a resumed training goes on; with a change if
     the workers are others, and else with what was decided before."""
     decision: Decided | None = None
+    served: Served | None = None
+    """With a server: what it has done so far."""
     more: bool | None = None
     """Whether the next row was known too when the decision was made, which then stands there."""
 

@@ -78,7 +78,7 @@ def _init_world(timeout: timedelta | None) -> None:
     launch = launched_as()
     worker, workers = (launch.worker, launch.workers) if launch else (0, 1)
     try:
-        store = HashStore() if launch is None else _launch_store(launch, timeout)
+        store = HashStore() if launch is None else launch_store(launch, timeout)
         dist.init_process_group(
             backend,
             store=_own_part(store, "world", worker),
@@ -97,7 +97,7 @@ _MET: dict[Launch, Store] = {}
 """Where this process met the others: once, since a second server on a port clashes."""
 
 
-def _launch_store(launch: Launch, timeout: timedelta | None) -> Store:
+def launch_store(launch: Launch, timeout: timedelta | None) -> Store:
     """Meet the other workers where the launcher said."""
     limit = {} if timeout is None else {"timeout": timeout}
     if launch not in _MET:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch.utils.data import DataLoader
@@ -22,19 +23,30 @@ Idle = Literal["empty", "repeat"]
 """What a worker without a sample gets: an empty batch, or a sample twice at weight 0."""
 
 
+@dataclass(frozen=True)
+class Cut:
+    """This worker's share of a batch, before it is fetched."""
+
+    batch: Any
+    """What its source knows the batch by."""
+    wanted: Wanted
+    emptied: bool = False
+    """Whether the samples only stand in, and are taken out again."""
+
+
 class Source(Protocol):
-    """Where the global batches of a loader come from."""
+    """Where the batches of a loader come from."""
 
     def __len__(self) -> int:
         """Batches of a whole pass."""
 
-    def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
-        """Start a pass: its order, its epoch, and its batches, some of them cut ahead of time."""
+    def begin(self) -> Iterator[Cut]:
+        """Start a pass: its batches, some of them cut ahead of time."""
 
     def loading(self) -> AbstractContextManager[None]:
         """Surround the fetching of a batch."""
 
-    def hand_out(self, batch: Batch, contents: Any) -> None:
+    def hand_out(self, batch: Any, contents: Any) -> None:
         """A batch is about to be yielded, with these contents on this worker."""
 
     def end(self) -> None:
@@ -42,25 +54,21 @@ class Source(Protocol):
 
 
 class ShareLoader:
-    """A DataLoader that yields, for each global batch, the slice of one worker."""
+    """A DataLoader that yields one worker's share of each batch."""
 
     def __init__(
         self,
         loader: DataLoader[Any],
         source: Source,
         *,
-        worker: int,
         seed: int,
-        idle: Idle,
         slicer: Slicer | None,
     ) -> None:
         self.dataset = loader.dataset
         self._source = source
-        self._worker = worker
-        self._idle = idle
         self._slicer = slicer
         self._passes = 0
-        self._cut: deque[Batch] = deque()
+        self._cut: deque[Cut] = deque()
         self._loader = DataLoader(
             SeededDataset(loader.dataset, seed),
             batch_sampler=PerPass(self._wanted),
@@ -85,38 +93,31 @@ class ShareLoader:
             if this_pass != self._passes:
                 raise OutOfOrder("this pass over the loader ended when another one began")
             # Batches arrive in the order in which they were cut, however far ahead that was.
-            batch = self._cut.popleft()
-            contents = without_samples(collated, self._slicer) if self._empties(batch) else collated
-            self._source.hand_out(batch, contents)
+            cut = self._cut.popleft()
+            contents = without_samples(collated, self._slicer) if cut.emptied else collated
+            self._source.hand_out(cut.batch, contents)
             yield contents
         self._source.end()
 
     def _wanted(self) -> Iterator[Wanted]:
         """Cut the batches of a pass; runs ahead of the yields by the loader's lead."""
         cut = self._cut
-        order, epoch, cutting = self._source.begin()
-        for batch in cutting:
-            cut.append(batch)
-            start, stop = batch.slice(self._worker)
-            if start < stop:
-                samples = order.at(start, stop).tolist()
-            else:
-                stand_in = order.at(batch.start, batch.start + 1).tolist()
-                samples = stand_in if self._empties(batch) else stand_in * 2
-            yield Wanted(epoch, samples)
-
-    def _empties(self, batch: Batch) -> bool:
-        return self._idle == "empty" and batch.split[self._worker] == 0
+        for each in self._source.begin():
+            cut.append(each)
+            yield each.wanted
 
 
 class TrainingSource:
     """The rest of the epoch, from the first sample that is not consumed, under changing plans."""
 
-    def __init__(self, run: Run, exchange: Exchange, orders: Orders, *, drop_last: bool) -> None:
+    def __init__(
+        self, run: Run, exchange: Exchange, orders: Orders, *, drop_last: bool, idle: Idle
+    ) -> None:
         self._run = run
         self._exchange = exchange
         self._orders = orders
         self._drop_last = drop_last
+        self._idle = idle
         self._end = 0
 
     def __len__(self) -> int:
@@ -124,13 +125,14 @@ class TrainingSource:
         global_batch = self._run.plan.global_batch
         return steps_per_epoch(len(self._orders), global_batch, drop_last=self._drop_last)
 
-    def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
+    def begin(self) -> Iterator[Cut]:
         """Start at the first sample that is not consumed."""
         place = self._run.begin_pass()
         self._exchange.begin_pass()
         order = self._orders.at(place.epoch)
         self._end = place.position
-        return order, place.epoch, self._batches(order.length)
+        for batch in self._batches(order.length):
+            yield _cut(batch, order, self._run.cluster.worker, self._idle)
 
     def loading(self) -> AbstractContextManager[None]:
         """Measure how long it takes."""
@@ -171,12 +173,13 @@ class EvaluationSource:
     def __len__(self) -> int:
         return steps_per_epoch(len(self._orders), self._global_batch, drop_last=self._drop_last)
 
-    def begin(self) -> tuple[Order | DrawnOrder, int, Iterator[Batch]]:
+    def begin(self) -> Iterator[Cut]:
         """Start at the first sample."""
         self._run.disturb()
         plan = self._run.plan.scaled(self._global_batch)
         order = self._orders.at(0)
-        return order, 0, batches(lambda _: plan, length=order.length, drop_last=self._drop_last)
+        for batch in batches(lambda _: plan, length=order.length, drop_last=self._drop_last):
+            yield _cut(batch, order, self._run.cluster.worker, "empty")
 
     def loading(self) -> AbstractContextManager[None]:
         """Nothing is measured."""
@@ -202,6 +205,17 @@ class PerPass:
 def lead(loader: DataLoader[Any]) -> int:
     """Return how many steps a loader cuts ahead of the one it yields."""
     return loader.num_workers * (loader.prefetch_factor or 0)
+
+
+def _cut(batch: Batch, order: Order | DrawnOrder, worker: int, idle: Idle) -> Cut:
+    """Return a worker's share of a batch; without a sample of its own it fetches the first."""
+    start, stop = batch.slice(worker)
+    if start < stop:
+        return Cut(batch, Wanted(batch.epoch, order.at(start, stop).tolist()))
+    stand_in = order.at(batch.start, batch.start + 1).tolist()
+    if idle == "empty":
+        return Cut(batch, Wanted(batch.epoch, stand_in), emptied=True)
+    return Cut(batch, Wanted(batch.epoch, stand_in * 2))
 
 
 def without_samples(batch: Any, slicer: Slicer | None) -> Any:

@@ -1,7 +1,7 @@
 """The model as the user knows it, with gradients that are reduced over the workers."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -59,7 +59,7 @@ class SharedModule(nn.Module):
         run.parameters.extend(model.parameters())
         reduction = Reduction(run, model, tally, inner)
         ddp.register_comm_hook(None, reduction.hook)
-        counting = _count_backwards(model, tally)
+        counting = count_backwards(list(model.parameters()), tally)
         self.__dict__["_link"] = Link(ddp, reduction, tally, counting, run.liveness)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,13 +122,13 @@ class SharedModule(nn.Module):
             setattr(self.module, name, value)
 
 
-def _count_backwards(model: nn.Module, tally: Tally) -> RemovableHandle:
-    """Count the backwards that reach the model, of which DDP passes some over in silence."""
+def count_backwards(parameters: Sequence[nn.Parameter], tally: Tally) -> RemovableHandle:
+    """Count the backwards that reach a model, of which DDP passes some over in silence."""
 
     def count(_: Tensor) -> None:
         tally.backwards += 1
 
-    last = [parameter for parameter in model.parameters() if parameter.requires_grad][-1]
+    last = [parameter for parameter in parameters if parameter.requires_grad][-1]
     handle: RemovableHandle = last.register_post_accumulate_grad_hook(count)
     return handle
 

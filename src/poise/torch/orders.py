@@ -12,8 +12,18 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from poise.core.order import DrawnOrder, Order, epoch_seed
 from poise.errors import InvalidSetting, StateMismatch
-from poise.torch.control import Control
 from poise.torch.seeding import seeded
+
+
+class Drawing(Protocol):
+    """How one process's draw becomes everybody's; `Control` is one."""
+
+    @property
+    def worker(self) -> int:
+        """This worker's number; worker 0 draws."""
+
+    def numbers(self, mine: NDArray[np.int64], doing: str) -> NDArray[np.int64]:
+        """Return worker 0's numbers."""
 
 
 class Orders(Protocol):
@@ -69,7 +79,7 @@ class KeyedOrders:
 class DrawnOrders:
     """What the user's sampler yields on worker 0, under generators seeded by (seed, epoch)."""
 
-    def __init__(self, sampler: Any, length: int, seed: int, control: Control) -> None:
+    def __init__(self, sampler: Any, length: int, seed: int, control: Drawing) -> None:
         self._sampler = sampler
         self._length = length
         self._seed = seed
@@ -118,7 +128,7 @@ class DrawnOrders:
             return _whole_numbers(self._sampler, self._length)
 
 
-def orders_of(loader: DataLoader[Any], length: int, seed: int, control: Control) -> Orders:
+def orders_of(loader: DataLoader[Any], length: int, seed: int, control: Drawing) -> Orders:
     """Return the order that a loader asks for."""
     sampler = loader.sampler
     plain = type(sampler) is RandomSampler and not sampler.replacement

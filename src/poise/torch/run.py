@@ -101,7 +101,7 @@ class Run:
         not called. The gradient is not finite then, or cleared already. A finite one waits for
         the next batch to be added.
         """
-        if self.progress.unapplied and not _is_usable([p.grad for p in self.parameters]):
+        if self.progress.unapplied and not is_usable([p.grad for p in self.parameters]):
             self.progress = self.progress.skip()
 
     def let_size_vary(self, contents: Any) -> None:
@@ -115,7 +115,8 @@ class Run:
         return self.graphs != before
 
 
-def _is_usable(gradients: list[Tensor | None]) -> bool:
+def is_usable(gradients: list[Tensor | None]) -> bool:
+    """Whether there is a gradient that an optimizer could still use: finite, and not cleared."""
     present = [gradient for gradient in gradients if gradient is not None]
     finite = all(bool(torch.isfinite(gradient).all()) for gradient in present)
     return finite and any(bool(gradient.any()) for gradient in present)

@@ -40,9 +40,13 @@ class BySamples:
         self._effective = effective
         self._steps = self._due()
         """Steps that the scheduler has made, or that lie before its beginning."""
+        balancer._training.follow(self)
 
     def step(self) -> None:
-        """Follow the samples consumed so far; call it after every optimizer.step()."""
+        """Follow the samples consumed so far; call it after every optimizer.step().
+
+        With a server, it is the server's schedule that counts, and follows by itself.
+        """
         due = self._due()
         for _ in range(due - self._steps):
             self.scheduler.step()

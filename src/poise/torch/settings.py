@@ -1,14 +1,92 @@
 """What a user may state when a Balancer is made, checked before anything starts."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any, TypeGuard
 
 from poise.core.learning_rate import RULES, unknown_rule
+from poise.core.order import check_seed
 from poise.engine.adaptation import Adaptation
 from poise.errors import InvalidSetting
 from poise.policy import Policy, policy_named
+from poise.torch.counts import CountFunction
+from poise.torch.loader import Idle
+from poise.torch.module import check_options
+from poise.torch.reduction import InnerHook
+from poise.torch.slicing import Slicer
 
 
-def check_settings(global_batch: object, idle: object, hang_s: object) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user stated; `Balancer` says what each means."""
+
+    global_batch: int
+    policy: Policy
+    adapt: Adaptation | None
+    rule: str | None
+    scaler: Any
+    seed: int
+    count: CountFunction | None
+    micro_batch: Any
+    slicer: Slicer | None
+    idle: Idle
+    ddp: Mapping[str, Any]
+    inner: InnerHook | None
+    hang_s: float | None
+    record: str | PathLike[str] | None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a record is written."""
+        return self.record is not None
+
+    def unrecorded(self) -> "Settings":
+        """Return the same settings without a record."""
+        return replace(self, record=None)
+
+
+def checked_settings(
+    *,
+    global_batch: Any,
+    policy: object,
+    adapt: object,
+    rate: Any,
+    scaler: Any,
+    seed: int,
+    count: Any,
+    micro_batch: Any,
+    slicer: Any,
+    idle: Any,
+    ddp: Mapping[str, Any] | None,
+    comm_hook: Any,
+    hang_s: Any,
+    record: str | PathLike[str] | None,
+) -> Settings:
+    """Return the settings, or raise if one cannot be."""
+    check_numbers(global_batch, idle, hang_s)
+    check_functions(count=count, slicer=slicer)
+    check_seed(seed)
+    check_options(ddp or {})
+    return Settings(
+        global_batch=global_batch,
+        policy=checked_policy(policy),
+        adapt=checked_adaptation(adapt, rate, scaler),
+        rule=rate,
+        scaler=scaler,
+        seed=seed,
+        count=count,
+        micro_batch=micro_batch,
+        slicer=slicer,
+        idle=idle,
+        ddp=dict(ddp or {}),
+        inner=InnerHook.of(comm_hook),
+        hang_s=hang_s,
+        record=record,
+    )
+
+
+def check_numbers(global_batch: object, idle: object, hang_s: object) -> None:
     """Raise unless sizes, names and times are what they should be."""
     if not is_number_of_samples(global_batch):
         raise InvalidSetting(

@@ -63,6 +63,7 @@ class Observer:
         return {
             **stated,
             "policy": Fixed(unequal_split(workers, global_batch)) if shared else "even",
+            "mode": "sync",
             "adapt": None,
             "rate": None,
             "comm_hook": None,
@@ -82,7 +83,7 @@ class Observer:
             workers=balancer.workers,
             global_batch=balancer.plan.global_batch,
             split=balancer.plan.split,
-            counted=balancer._run.counts.by_function,
+            counted=balancer._synchronous._run.counts.by_function,
             compressed=self._compressed,
         )
         for number, optimizer in enumerate(optimizers):
@@ -92,7 +93,7 @@ class Observer:
 
     def handed_out(self, run: Run, batch: Batch, contents: Any) -> None:
         """The training loader is about to yield a batch: a step begins, or it is enough."""
-        if self._watched is None or run is not self._watched._run or self.seen is None:
+        if self._watched is None or run is not self._watched._synchronous._run or self.seen is None:
             return
         if self._step is not None and self._step.after:
             self._after_update()  # the script may have changed weights by itself since then
@@ -102,7 +103,11 @@ class Observer:
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._course.begin(len(self.seen.steps), parameters)
         share = batch.split[self.seen.worker]
-        samples = samples_of(contents, share, self._watched._slicer) if share else []
+        samples = (
+            samples_of(contents, share, self._watched._synchronous._settings.slicer)
+            if share
+            else []
+        )
         self.seen.steps.append(StepSeen(samples, before=self._weights()))
         self._generators = _generator_states()
 
@@ -123,7 +128,9 @@ class Observer:
     def weighted(self) -> None:
         """The weights of the step are known."""
         if self._step is not None and self._watched is not None:
-            self._step.weight = self._watched._run.counts.weights()[self._watched.worker]
+            self._step.weight = self._watched._synchronous._run.counts.weights()[
+                self._watched.worker
+            ]
 
     @contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:

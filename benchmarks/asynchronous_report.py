@@ -1,0 +1,145 @@
+"""The asynchronous benchmark's command line: what to run, and how it is told."""
+
+import argparse
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from adaptive_setup import Say, SetUpFailed
+from asynchronous_figures import Found, figures, load_notes, load_table, notes, table_of
+from asynchronous_load import Loaded, measured
+from asynchronous_runs import Amount, run, sweep
+from asynchronous_tasks import CHOICES, GLOBAL_BATCH, LEARNING_RATE, MOMENTUM, UNIFORM, speeds
+from figures import Figure, as_json, show
+from rich.console import Console
+from workers import end_on_sigterm
+
+FULL = Amount(
+    levels=(1, 2, 4, 8),
+    seeds=(1, 2, 3),
+    samples=60_000,
+    target=0.8,
+    snapshots=15,
+    test_samples=1000,
+    last_test_samples=10_000,
+)
+QUICK = Amount(
+    levels=(1, 8),
+    seeds=(1,),
+    samples=20_000,
+    target=0.7,
+    snapshots=8,
+    test_samples=1000,
+    last_test_samples=2500,
+)
+CHOOSING = replace(FULL, levels=(1,), seeds=(100,))
+PARTS = ("trainings", "server")
+
+
+def main(description: str) -> int:
+    """Run the benchmark; return 0 whatever it finds: bars are for readers."""
+    arguments = _arguments(description)
+    end_on_sigterm()
+    errors, begun_s = Console(stderr=True, highlight=False), time.monotonic()
+
+    def say(text: str) -> None:
+        errors.print(f"{time.monotonic() - begun_s:4.0f} s  {text}", markup=False)
+
+    amount = _amount(arguments)
+    found, loads = None, []
+    try:
+        if arguments.choose:
+            _choose(amount, say)
+            return 0
+        if "trainings" in arguments.only:
+            found = Found(amount, run(amount, say))
+    except SetUpFailed as error:
+        raise SystemExit(str(error)) from None
+    if "server" in arguments.only:
+        loads = _loads(say, quick=arguments.quick)
+    _tell(found, loads, as_object=arguments.json)
+    return 0
+
+
+def _arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="at most three minutes")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--choose", action="store_true", help="find learning rate and momentum")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    parser.add_argument("--levels", nargs="+", type=int, help=f"instead of {FULL.levels}")
+    parser.add_argument("--seeds", nargs="+", type=int, help=f"instead of {FULL.seeds}")
+    parser.add_argument("--samples", type=int, help=f"instead of {FULL.samples}")
+    return parser.parse_args()
+
+
+def _amount(arguments: argparse.Namespace) -> Amount:
+    amount = QUICK if arguments.quick else CHOOSING if arguments.choose else FULL
+    return replace(
+        amount,
+        levels=tuple(arguments.levels or amount.levels),
+        seeds=tuple(arguments.seeds or amount.seeds),
+        samples=arguments.samples or amount.samples,
+    )
+
+
+def _choose(amount: Amount, say: Say) -> None:
+    results = sweep(amount, CHOICES, UNIFORM, say)
+    rate, momentum, trained = max(results, key=lambda each: each[2].final)
+    print(f"best: learning rate {rate:g}, momentum {momentum:g}, accuracy {trained.final:.2%}")
+
+
+def _loads(say: Say, *, quick: bool) -> list[Loaded]:
+    if quick:
+        return measured((1, 4), (1.0,), 2, say)
+    return measured((1, 2, 4, 8, 16), (0.1, 1.0, 10.0), 5, say)
+
+
+def _tell(found: Found | None, loads: list[Loaded], *, as_object: bool) -> None:
+    all_figures: list[Figure] = [] if found is None else figures(found)
+    all_notes = ({} if found is None else notes(found)) | load_notes(loads)
+    if as_object:
+        context = {"notes": all_notes, "trainings": _series(found), "server": _rows(loads)}
+        print(as_json("async", all_figures, context))
+        return
+    console = Console()
+    if found is not None:
+        for level in found.amount.levels:
+            console.print(table_of(found, level))
+    if loads:
+        console.print(load_table(loads))
+    if not all_figures:
+        for name, text in all_notes.items():
+            console.print(f"{name}: {text}", highlight=False)
+        return
+    show("Asynchronous training on unequal workers", all_figures, all_notes)
+
+
+def _series(found: Found | None) -> dict[str, Any] | None:
+    """Return what was measured as plain data."""
+    if found is None:
+        return None
+    return {
+        "amount": asdict(found.amount),
+        "global_batch": GLOBAL_BATCH,
+        "learning_rate": LEARNING_RATE,
+        "momentum": MOMENTUM,
+        "speeds": {level: speeds(level) for level in found.amount.levels},
+        "runs": [
+            {
+                "level": level,
+                "seed": seed,
+                "kind": kind,
+                "final": trained.final,
+                "seconds_to_target": trained.seconds_to(found.amount.target),
+                "mean_staleness": trained.mean_staleness,
+                "points": [asdict(point) for point in trained.points],
+            }
+            for (level, seed), kinds in found.runs.items()
+            for kind, trained in kinds.items()
+        ],
+    }
+
+
+def _rows(loads: list[Loaded]) -> list[dict[str, Any]]:
+    return [asdict(each) | {"limit": each.limit} for each in loads]

@@ -1,0 +1,178 @@
+"""`poise serve`: a user's own script as the server of a training that workers join."""
+
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from poise.cli.requirements import require
+from poise.cli.serve_board import ServeBoard
+from poise.engine.modes import Mode, Sync, mode_of
+from poise.environment import launched_as, shared_secret
+from poise.errors import InvalidSetting
+from poise.lab.user_script import check_script, replaced
+from poise.lab.worker import own_frames, run
+
+if TYPE_CHECKING:
+    from poise.torch.asynchronous.role import Serving
+
+PORT = 29400
+"""Where a server listens unless told otherwise."""
+
+_SAVE_EVERY_S = 60.0
+_EVERYWHERE = ("", "0.0.0.0")
+_FAILED = 1
+
+
+def serve(
+    *,
+    script: Sequence[str],
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    workers: int = 1,
+    mode: str | None = None,
+    save: str | None = None,
+    save_every_s: float | None = None,
+) -> int:
+    """Run a script, given with its arguments, as a server; return its own exit code.
+
+    Args:
+        script: the path of a Python file, or `-m` and a module, and its arguments.
+        host: the address to listen on.
+        port: the port; 0: any that is free.
+        workers: how many must have joined before training starts.
+        mode: "async" or "stale:S"; None: as the script says, and else "async".
+        save: a file to save everything to, and to go on from; None: nothing is saved.
+        save_every_s: seconds between two saves; None: 60.
+    """
+    if launched_as() is not None:
+        raise InvalidSetting(
+            "a server is one process, which a launcher's workers join; start poise serve without "
+            "torchrun"
+        )
+    if not script or script == ["-m"]:
+        raise InvalidSetting("serve needs a script; give the path of a Python file")
+    if script[0] != "-m":
+        check_script(script)
+    chosen = _served_mode(mode)
+    _check_save(save, save_every_s)
+    require("torch", extra="torch")
+    from poise.torch.asynchronous.role import Serving
+
+    board = ServeBoard()
+    serving = Serving(
+        host=host,
+        port=port,
+        workers=workers,
+        mode=chosen,
+        save=None if save is None else Path(save).absolute(),
+        save_every_s=save_every_s or _SAVE_EVERY_S,
+        show=board.show,
+        announce=lambda address: board.say(invitation(address, script)),
+    )
+    _check_address(host, port)
+    try:
+        return _served(script, serving)
+    finally:
+        board.end()
+
+
+def invitation(address: str, script: Sequence[str]) -> str:
+    """Say where the server is, and how a worker joins.
+
+    >>> invitation("127.0.0.1:29400", ["a.py"])
+    'serving at 127.0.0.1:29400; workers join with POISE_SERVER=127.0.0.1:29400 python a.py'
+    """
+    host, _, port = address.rpartition(":")
+    reached = f"{socket.gethostname()}:{port}" if host in _EVERYWHERE else address
+    joining = f"POISE_SERVER={reached} {shlex.join(['python', *script])}"
+    secret = "" if _is_loopback(host) else ", and with POISE_SECRET set as it is here"
+    return f"serving at {address}; workers join with {joining}{secret}"
+
+
+def _served(script: Sequence[str], serving: "Serving") -> int:
+    """Run the script to its end as `python SCRIPT` does: sys.exit passes, errors are printed."""
+    from poise.torch.asynchronous.role import serving_as
+    from poise.torch.asynchronous.server import Server
+
+    prepared: list[Server] = []
+    prepare = Server.prepare
+
+    def noted(self: Server, *args: Any, **kwargs: Any) -> Any:
+        prepared.append(self)
+        return prepare(self, *args, **kwargs)
+
+    try:
+        with serving_as(serving), replaced(Server, "prepare", noted):
+            run(script)
+    except SystemExit as ending:
+        if ending.code or prepared:
+            raise
+    except KeyboardInterrupt as error:
+        _remember(error)
+        raise
+    except Exception as error:
+        _remember(error)
+        trace = own_frames(error.__traceback__, script[0])
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return _FAILED
+    if not prepared:
+        raise InvalidSetting(
+            f"{shlex.join(script)} ended without Balancer.prepare, so there was nothing to serve; "
+            "give a script that trains with poise.torch.Balancer"
+        )
+    return 0
+
+
+def _remember(error: BaseException) -> None:
+    """Have the Balancer, which closes at the end of the process, tell the workers of an error.
+
+    Python notes there what ends a process; here it is caught, to be shown as it should be.
+    """
+    sys.last_value = error
+
+
+def _served_mode(stated: str | None) -> Mode | None:
+    mode = None if stated is None else mode_of(stated)
+    if isinstance(mode, Sync):
+        raise InvalidSetting(
+            "--mode sync has no server: start the workers with torchrun, or give --mode async or "
+            "--mode stale:4"
+        )
+    return mode
+
+
+def _check_save(save: str | None, every_s: float | None) -> None:
+    if save is None and every_s is not None:
+        raise InvalidSetting("--save-every has nothing to save to; give --save FILE too")
+    if save is not None and not Path(save).absolute().parent.is_dir():
+        raise InvalidSetting(f"--save {save} is in a directory that is not there; make it first")
+    if save is not None and Path(save).is_dir():
+        raise InvalidSetting(f"--save {save} is a directory; give the path of a file")
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raise unless the server can listen there, before the script has loaded its data."""
+    from poise.torch.asynchronous.door import check_secret
+
+    check_secret(host, shared_secret(), loopback=_is_loopback(host))
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise InvalidSetting(
+            f"the server cannot listen on {host}:{port}: {_why(error)}; choose another with "
+            "--host or --port"
+        ) from None
+
+
+def _why(error: OSError) -> str:
+    """Return what the system says, without the address, which Python repeats."""
+    return str(error.strerror).partition(" (while")[0]
+
+
+def _is_loopback(host: str) -> bool:
+    from poise.torch.asynchronous.role import is_loopback
+
+    return is_loopback(host)

@@ -1,0 +1,75 @@
+"""Staleness: how old the weights are that an asynchronous gradient was computed with.
+
+Notation: n workers, worker k takes t_k seconds for an iteration, without queueing at the server.
+
+    share of updates     (1/t_k) / sum(1/t)
+    staleness            t_k sum_{j != k} 1/t_j          updates missed since it read the weights
+
+Weighted by the shares, the mean staleness is n - 1 whatever the times: equal times remove the
+tail, not the mean.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from poise.core.refusal import refuse
+from poise.core.timing import Floats
+
+
+def update_shares(times_s: Sequence[float]) -> Floats:
+    """Return each worker's part of all updates.
+
+    >>> update_shares([1.0, 1.0, 2.0]).tolist()
+    [0.4, 0.4, 0.2]
+    """
+    rates = 1 / _checked(times_s)
+    return np.asarray(rates / rates.sum())
+
+
+def expected_staleness(times_s: Sequence[float]) -> Floats:
+    """Return each worker's mean staleness in updates.
+
+    >>> expected_staleness([1.0, 1.0, 1.0, 1.0]).tolist()
+    [3.0, 3.0, 3.0, 3.0]
+    """
+    times = _checked(times_s)
+    return np.asarray(times * (1 / times).sum() - 1)
+
+
+def rate_factor(share: float, staleness: float, workers: int, *, damped: bool = True) -> float:
+    """Return what the learning rate of one push is multiplied by.
+
+    The rate is stated for the global batch, so a push counts by its worker's share of it; if
+    damped, less the more its staleness exceeds the n - 1 that all workers have on average. It is
+    the rate that is multiplied and not the gradient, whose scale optimizers of Adam's kind ignore.
+
+    >>> rate_factor(0.25, staleness=3, workers=4), rate_factor(0.25, staleness=5, workers=4)
+    (0.25, 0.08333333333333333)
+    """
+    excess = max(0.0, staleness - (workers - 1)) if damped else 0.0
+    return share / (1 + excess)
+
+
+def lowered_momentum(momentum: float, workers: int) -> float:
+    """Return the explicit momentum that goes with the implicit one of asynchrony.
+
+    Momentum m makes a gradient act m / (1 - m) updates late on average, and so does a staleness
+    of as many updates (Mitliagkas et al., "Asynchrony begets momentum", 2016: n workers act like
+    a momentum of 1 - 1/n). Both together are to be as late as the user chose.
+
+    >>> lowered_momentum(0.9, workers=1), round(lowered_momentum(0.9, workers=4), 3)
+    (0.9, 0.857)
+    >>> lowered_momentum(0.9, workers=16)
+    0.0
+    """
+    if workers == 1 or not 0 < momentum < 1:
+        return momentum
+    late = max(0.0, momentum / (1 - momentum) - (workers - 1))
+    return late / (1 + late)
+
+
+def _checked(times_s: Sequence[float]) -> Floats:
+    times = np.asarray(times_s, dtype=np.float64)
+    refuse(~(times > 0), times, "times_s", "above 0; give seconds of an iteration")
+    return times

@@ -1,0 +1,532 @@
+"""The engine of training with a server: who computes what, what a push is worth, who may go on.
+
+Local batches are decided by the same engine and policies as in synchronous training. The workers'
+measurements since the last decision, at least one of each worker, make one round, and a round is to
+a policy what a step is there: equal iteration times are the fastest split of the global batch,
+and the one without a tail of stale gradients.
+
+Without a bound every push is an update of its own. With a bound of s steps, the pushes of one
+step are one update, weighted by their counts as in synchronous training, and a worker starts a
+step only if the slowest is no more than s steps behind. With s = 0 that is the synchronous mode.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from poise.core.observation import Change, Event, Observation
+from poise.core.plan import Plan, Timetable
+from poise.core.revised import revised
+from poise.core.split import apportion
+from poise.core.staleness import rate_factor
+from poise.core.timing import Floats
+from poise.engine.bsp import Engine
+from poise.engine.modes import Async, Stale
+from poise.engine.pool import Pool, Ranges, count_of
+from poise.errors import Disagreement, OutOfOrder, StateMismatch
+
+
+@dataclass(frozen=True)
+class Share:
+    """A local batch that is a worker's to compute."""
+
+    number: int
+    """Counted over the whole training."""
+    epoch: int
+    step: int
+    """With a bound: the step that it is part of. Without: the worker's own step."""
+    ranges: Ranges
+    part: float
+    """The worker's part of the global batch as planned; a smaller last batch counts in full."""
+
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return count_of(self.ranges)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one worker contributed so far."""
+
+    updates: int = 0
+    samples: int = 0
+    dropped: int = 0
+    """Pushes that were not finite."""
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """How many of its updates were so stale."""
+    waited_s: float = 0.0
+    """Seconds that its pushes waited: for the server, and with a bound for other workers."""
+
+    @property
+    def mean_staleness(self) -> float:
+        """The mean over its updates; NaN before the first."""
+        total = sum(self.staleness.values())
+        stale = sum(updates * count for updates, count in self.staleness.items())
+        return stale / total if total else float("nan")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker measured in one iteration; NaN: it did not."""
+
+    samples: int
+    iteration_s: float = float("nan")
+    """Without what it waited for the server, for others, or for input."""
+    wait_s: float = float("nan")
+    load_s: float = float("nan")
+    input_s: float = float("nan")
+    memory_bytes: float = float("nan")
+    memory_limit_bytes: float = float("nan")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker as the server knows it."""
+
+    worker: int
+    label: str = ""
+    """Host and kind of device, by which its speed is known again after a resume."""
+    steps: int = 0
+    """Local batches that it was given."""
+    cut: tuple[Share, ...] = ()
+    """Its parts of steps that others have begun, and that it has not asked for."""
+    out: tuple[Share, ...] = ()
+    """Handed out and not pushed, in their order."""
+    reports: tuple[Report, ...] = ()
+    """Of this round, all with the same local batch."""
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def unpushed(self) -> tuple[Share, ...]:
+        """Everything that waits for its push."""
+        return (*self.out, *self.cut)
+
+
+@dataclass(frozen=True)
+class Group:
+    """With a bound: the pushes of one step."""
+
+    expected: frozenset[int]
+    """Workers that take part."""
+    arrived: Mapping[int, int] = field(default_factory=dict)
+    """The number of the local batch that each of them pushed."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of them are there."""
+        return self.expected <= self.arrived.keys()
+
+    def without(self, worker: int) -> "Group":
+        """Return the group that does not wait for a worker; what it pushed still counts."""
+        return replace(self, expected=self.expected - {worker})
+
+    def empty(self) -> bool:
+        """Whether nothing is there, and nothing comes."""
+        return not (self.expected or self.arrived)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a decision was made on, for the record."""
+
+    events: tuple[Event, ...]
+    start_step: int
+    plan: Plan | None
+    loaded: Engine | None = None
+    """The engine of before a resume, from which this one goes on."""
+
+
+@dataclass(frozen=True)
+class AsyncEngine:
+    """The state of the training on the server. Frozen: each call returns the next one."""
+
+    mode: Async | Stale
+    engine: Engine
+    """Decides the local batches."""
+    timetable: Timetable
+    length: int
+    """Samples of an epoch."""
+    pool: Pool
+    epoch: int = 0
+    members: tuple[Member, ...] = ()
+    gone: Mapping[int, Tally] = field(default_factory=dict)
+    """What workers contributed that have left."""
+    gathering: int = 0
+    """Workers to wait for before training starts; 0 once it has."""
+    updates: int = 0
+    samples: int = 0
+    """Pushed so far, over the whole training."""
+    next_number: int = 0
+    next_step: int = 0
+    """With a bound: the first step that is not cut."""
+    rounds: int = 0
+    resumed: tuple[str, ...] | None = None
+    """After a resume, until training starts: the labels of the workers that the engine knows."""
+    groups: Mapping[int, Group] = field(default_factory=dict)
+
+    @staticmethod
+    def begin(mode: Async | Stale, engine: Engine, length: int) -> "AsyncEngine":
+        """Return the engine of a training that waits for as many workers as the engine has."""
+        timetable, started = engine.start()
+        return AsyncEngine(mode, started, timetable, length, Pool(length), gathering=engine.workers)
+
+    @property
+    def step(self) -> int:
+        """How many global batches have been begun."""
+        if isinstance(self.mode, Stale):
+            return self.next_step
+        return self.samples // self.engine.global_batch
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for what is handed out next."""
+        return self.timetable.at(self.step)
+
+    @property
+    def over(self) -> bool:
+        """Whether every sample of the epoch is pushed and counts."""
+        return self.pool.over
+
+    def member(self, worker: int) -> Member:
+        """Return a worker that is here."""
+        return self.members[self._place(worker)]
+
+    def join(self, worker: int, label: str = "") -> tuple[Round | None, "AsyncEngine"]:
+        """A worker is here and wants to compute."""
+        member = Member(worker, label, tally=self.gone.get(worker, Tally()))
+        gone = {key: tally for key, tally in self.gone.items() if key != worker}
+        engine = revised(self, members=(*self.members, member), gone=gone)
+        if not self.gathering:
+            origin = (*range(len(self.members)), None)
+            return engine._changed(origin if self.members else (None,))
+        if len(engine.members) < self.gathering:
+            return None, engine
+        engine = revised(engine, gathering=0, resumed=None)
+        if self.resumed is None:
+            return None, engine
+        decided, engine = engine._changed(_origins(self.resumed, engine.members))
+        return replace(decided, loaded=self.engine), engine
+
+    def leave(self, worker: int) -> tuple[Round | None, "AsyncEngine"]:
+        """A worker is gone: what it did not push is free again."""
+        place = self._place(worker)
+        member = self.members[place]
+        pool = self.pool
+        for share in member.unpushed:
+            pool = pool.give_back(share.number)
+        groups = {step: group.without(worker) for step, group in self.groups.items()}
+        left = revised(
+            self,
+            pool=pool,
+            members=self.members[:place] + self.members[place + 1 :],
+            groups={step: group for step, group in groups.items() if not group.empty()},
+            gone={**self.gone, worker: member.tally},
+        )
+        if self.gathering or not left.members:
+            return None, left
+        stay = (number for number in range(len(self.members)) if number != place)
+        return left._changed(tuple(stay))
+
+    def draw(self, worker: int) -> tuple[Share | None, "AsyncEngine"]:
+        """Hand the next local batch to a worker; None: there is nothing to hand out now."""
+        if self.gathering:
+            return None, self
+        place = self._place(worker)
+        engine = self
+        if isinstance(self.mode, Stale):
+            if not self.members[place].cut:
+                engine = self._with_step_cut(place)
+            if not engine.members[place].cut:
+                return None, engine
+            member = engine.members[place]
+            share, *rest = member.cut
+            return share, engine._with(
+                place, revised(member, cut=tuple(rest), out=(*member.out, share))
+            )
+        plan = self.plan
+        local = max(1, plan.split[place])
+        ranges, pool = self.pool.take(self.next_number, local)
+        if not ranges:
+            return None, self
+        member = self.members[place]
+        part = local / plan.global_batch
+        share = Share(self.next_number, self.epoch, member.steps, ranges, part)
+        engine = revised(self, pool=pool, next_number=self.next_number + 1)
+        handed = revised(member, steps=member.steps + 1, out=(*member.out, share))
+        return share, engine._with(place, handed)
+
+    def may_start(self, worker: int) -> bool:
+        """Whether a worker may start the step that it is at: nobody is too far behind."""
+        if self.gathering or not isinstance(self.mode, Stale):
+            return not self.gathering
+        slowest = min(self._at(member) for member in self.members)
+        return self._at(self.member(worker)) - slowest <= self.mode.steps
+
+    def factor(self, share: Share, staleness: int) -> float:
+        """Return what the learning rate of a push is multiplied by."""
+        if isinstance(self.mode, Stale):
+            return 1.0
+        return rate_factor(share.part, staleness, len(self.members), damped=self.mode.damped)
+
+    def pushed(
+        self, worker: int, numbers: Sequence[int], *, finite: bool = True, staleness: int = 0
+    ) -> "AsyncEngine":
+        """A worker pushed the gradient of some of its local batches, usually one.
+
+        Without a bound that is an update, and with one the push waits for the rest of its step.
+        One that is not finite is dropped, and its samples count as pushed all the same: what is
+        wrong with them would be wrong again.
+        """
+        place = self._place(worker)
+        member = self.members[place]
+        shares = self.shares(worker, numbers)
+        pool, groups, samples = self.pool, dict(self.groups), 0
+        bounded = isinstance(self.mode, Stale)
+        for share in shares:
+            if bounded:
+                group = groups[share.step]
+                arrived = {**group.arrived, worker: share.number}
+                groups[share.step] = replace(group, arrived=arrived)
+            else:
+                pool, samples = pool.push(share.number), samples + share.samples
+        updates = finite and not bounded
+        tally = replace(
+            _updated(member.tally, staleness) if updates else member.tally,
+            samples=member.tally.samples + sum(share.samples for share in shares),
+            dropped=member.tally.dropped + (not finite),
+        )
+        out = tuple(share for share in member.out if share not in shares)
+        engine = revised(
+            self,
+            pool=pool,
+            groups=groups,
+            samples=self.samples + samples,
+            updates=self.updates + updates,
+        )
+        return engine._with(place, revised(member, out=out, tally=tally))
+
+    def shares(self, worker: int, numbers: Sequence[int]) -> tuple[Share, ...]:
+        """Return local batches that were handed to a worker, or raise if they were not."""
+        out = self.member(worker).out
+        found = tuple(share for share in out if share.number in numbers)
+        if len(found) != len(numbers) or not found:
+            raise Disagreement(
+                f"worker {worker} pushed the local batches {list(numbers)} and has "
+                f"{[share.number for share in out]}; it does not follow the protocol"
+            )
+        return found
+
+    def complete(self) -> int | None:
+        """Return the next step that can be applied; None: it is not complete, or there is none."""
+        first = min(self.groups, default=None)
+        return first if first is not None and self.groups[first].complete else None
+
+    def applied(self, step: int, staleness: Mapping[int, int]) -> "AsyncEngine":
+        """The update of a complete step is made, with so stale a gradient of each worker.
+
+        Nothing is updated if no push of it was finite.
+        """
+        pool, samples = self.pool, self.samples
+        for number in self.groups[step].arrived.values():
+            samples += count_of(pool.out[number])
+            pool = pool.push(number)
+        engine = revised(
+            self,
+            pool=pool,
+            samples=samples,
+            groups={key: group for key, group in self.groups.items() if key != step},
+            updates=self.updates + bool(staleness),
+        )
+        for place, member in enumerate(engine.members):
+            if member.worker in staleness:
+                counted = _updated(member.tally, staleness[member.worker])
+                engine = engine._with(place, revised(member, tally=counted))
+        return engine
+
+    def waited(self, worker: int, seconds: float) -> "AsyncEngine":
+        """A worker waited for others before it could go on."""
+        place = self._place(worker)
+        member = self.members[place]
+        tally = replace(member.tally, waited_s=member.tally.waited_s + seconds)
+        return self._with(place, revised(member, tally=tally))
+
+    def unused(self, worker: int, epoch: int) -> "AsyncEngine":
+        """A worker begins to take batches of an epoch: what it was given before is free again.
+
+        Its parts of steps that others have begun wait for it, unless it is done with this epoch.
+        """
+        place = self._place(worker)
+        member, pool, groups = self.members[place], self.pool, dict(self.groups)
+        back = member.unpushed if epoch > self.epoch else member.out
+        for share in back:
+            pool = pool.give_back(share.number)
+            if share.step in groups:
+                groups[share.step] = groups[share.step].without(worker)
+        kept = {step: group for step, group in groups.items() if not group.empty()}
+        engine = revised(self, pool=pool, groups=kept)
+        cut = tuple(share for share in member.cut if share not in back)
+        return engine._with(place, revised(member, out=(), cut=cut))
+
+    def reported(self, worker: int, report: Report) -> tuple[Round | None, "AsyncEngine"]:
+        """A worker tells what it measured; once all have, the local batches are thought over."""
+        if np.isnan(report.iteration_s) or self.gathering:
+            return None, self
+        place = self._place(worker)
+        member = self.members[place]
+        alike = tuple(each for each in member.reports if each.samples == report.samples)
+        engine = self._with(place, revised(member, reports=(*alike, report)))
+        if not all(each.reports for each in engine.members):
+            return None, engine
+        observation = _observation(self.rounds, [each.reports for each in engine.members])
+        engine = revised(
+            engine,
+            rounds=self.rounds + 1,
+            members=tuple(revised(each, reports=()) for each in engine.members),
+        )
+        return engine._decided((observation,))
+
+    def next_epoch(self) -> "AsyncEngine":
+        """The next epoch starts at its first sample."""
+        return revised(self, epoch=self.epoch + 1, pool=Pool(self.length))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the training and what was learned, as plain values."""
+        pool = self.pool.all_back()
+        return {
+            "epoch": self.epoch,
+            "position": pool.position,
+            "returned": [list(each) for each in pool.returned],
+            "updates": self.updates,
+            "samples": self.samples,
+            "step": self.next_step,
+            "labels": [member.label for member in self.members] or list(self.resumed or ()),
+            "engine": self.engine.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> "AsyncEngine":
+        """Return an engine that goes on from a saved place, before any worker joins."""
+        if self.members:
+            raise OutOfOrder("a state is loaded before workers join; call it after prepare")
+        whole = {
+            name: _whole(state, name)
+            for name in ("epoch", "position", "updates", "samples", "step")
+        }
+        try:
+            returned = tuple((int(start), int(stop)) for start, stop in state["returned"])
+        except (KeyError, TypeError, ValueError):
+            raise StateMismatch(
+                f"the state has returned={state.get('returned')!r}, which are no ranges of "
+                "samples; it is damaged, load another one"
+            ) from None
+        inside = all(0 <= start < stop <= whole["position"] for start, stop in returned)
+        if not inside or whole["position"] > self.length:
+            raise StateMismatch(
+                f"the state is at position {whole['position']} with {list(returned)} left out, in "
+                f"epochs of {self.length} samples; load the state of this training"
+            )
+        known = self.engine.load_state_dict(state.get("engine", {}))
+        labels = tuple(str(each) for each in state.get("labels", ()))
+        return revised(
+            self,
+            engine=known if known.workers == len(labels) else self.engine,
+            resumed=labels if known.workers == len(labels) else None,
+            epoch=whole["epoch"],
+            pool=Pool(self.length, whole["position"], returned),
+            updates=whole["updates"],
+            samples=whole["samples"],
+            next_step=whole["step"],
+        )
+
+    def _place(self, worker: int) -> int:
+        return next(i for i, member in enumerate(self.members) if member.worker == worker)
+
+    def _with(self, place: int, member: Member) -> "AsyncEngine":
+        return revised(self, members=(*self.members[:place], member, *self.members[place + 1 :]))
+
+    def _at(self, member: Member) -> int:
+        """With a bound: the step that a worker computes or would be given next."""
+        return member.unpushed[0].step if member.unpushed else self.next_step
+
+    def _with_step_cut(self, place: int) -> "AsyncEngine":
+        """Cut the next global batch, if this worker has a part of it."""
+        plan, step = self.plan, self.next_step
+        count = min(plan.global_batch, self.pool.free)
+        split = plan.split if count == plan.global_batch else apportion(plan.split, count)
+        if not split[place]:
+            return self
+        engine, members = self, []
+        for member, local, planned in zip(self.members, split, plan.split, strict=True):
+            if not local:
+                members.append(member)
+                continue
+            ranges, pool = engine.pool.take(engine.next_number, local)
+            part = planned / plan.global_batch
+            share = Share(engine.next_number, self.epoch, step, ranges, part)
+            members.append(revised(member, cut=(*member.cut, share), steps=member.steps + 1))
+            engine = revised(engine, pool=pool, next_number=engine.next_number + 1)
+        takers = (member.worker for member, local in zip(self.members, split, strict=True) if local)
+        return revised(
+            engine,
+            members=tuple(members),
+            next_step=step + 1,
+            groups={**self.groups, step: Group(frozenset(takers))},
+        )
+
+    def _changed(self, origin: tuple[int | None, ...]) -> tuple[Round, "AsyncEngine"]:
+        return self._decided((Change(origin, self.engine.global_batch),))
+
+    def _decided(self, events: tuple[Event, ...]) -> tuple[Round, "AsyncEngine"]:
+        step = self.step
+        plan, engine = self.engine.update(events, step)
+        timetable = self.timetable if plan is None else self.timetable.announce(plan)
+        return Round(events, step, plan), revised(self, engine=engine, timetable=timetable)
+
+
+def _updated(tally: Tally, staleness: int) -> Tally:
+    seen = {**tally.staleness, staleness: tally.staleness.get(staleness, 0) + 1}
+    return replace(tally, updates=tally.updates + 1, staleness=seen)
+
+
+def _origins(labels: Sequence[str], members: Sequence[Member]) -> tuple[int | None, ...]:
+    """Return for each worker the one before that it must be: the only one of its label."""
+    now = [member.label for member in members]
+    return tuple(
+        labels.index(label) if labels.count(label) == now.count(label) == 1 else None
+        for label in now
+    )
+
+
+def _observation(number: int, reports: Sequence[Sequence[Report]]) -> Observation:
+    """Return a round as a policy sees it: each worker's mean over its reports."""
+
+    def mean(name: str) -> Floats:
+        columns = [np.array([getattr(each, name) for each in own]) for own in reports]
+        known = [column[~np.isnan(column)] for column in columns]
+        return np.array([column.mean() if column.size else np.nan for column in known])
+
+    def if_any(values: Floats) -> Floats | None:
+        return None if np.isnan(values).all() else values
+
+    return Observation(
+        step=number,
+        split=tuple(own[-1].samples for own in reports),
+        ready_s=mean("iteration_s")[:, None],
+        wait_s=if_any(mean("wait_s")),
+        load_s=if_any(mean("load_s")),
+        input_s=if_any(mean("input_s")),
+        memory_bytes=if_any(mean("memory_bytes")),
+        memory_limit_bytes=if_any(mean("memory_limit_bytes")),
+    )
+
+
+def _whole(state: Mapping[str, Any], key: str) -> int:
+    value = state.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StateMismatch(
+            f"the state has {key}={value!r}, which is not a whole number from 0; "
+            "it is damaged, load another one"
+        )
+    return value

@@ -1,0 +1,172 @@
+"""Who may join a server: whoever speaks its protocol, knows its secret, and has its version.
+
+Both ends prove that they know the secret, by a keyed hash of two random numbers; it never travels.
+Off loopback a secret is needed. Whoever sends something else is hung up on, and nobody else is
+disturbed. What follows is not encrypted.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from poise.errors import Disagreement, InvalidSetting, ServerLost
+from poise.torch.asynchronous.link import Link
+from poise.torch.asynchronous.messages import About
+
+MAGIC = b"poise-1\n"
+_SHORT = 4096
+"""Bytes of a text before the other end is known."""
+_PATIENCE_S = 10.0
+_STRANGERS = 64
+"""Connections at a time that have not yet shown who they are."""
+
+
+class Door:
+    """Listens, and has whoever may join met in a thread of its own."""
+
+    def __init__(
+        self, host: str, port: int, secret: bytes | None, meet: Callable[[Link, About], None]
+    ) -> None:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise InvalidSetting(
+                f"the server cannot listen on {host}:{port}: {why}; choose another address or port"
+            ) from None
+        self._secret = secret
+        self._meet = meet
+        self._strangers = threading.BoundedSemaphore(_STRANGERS)
+        self._threads: list[threading.Thread] = []
+        self._links: set[Link] = set()
+        self._thread = threading.Thread(target=self._accept, name="poise-door", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        host, port, *_ = self._listener.getsockname()
+        return f"{host}:{port}"
+
+    def close(self, patience_s: float) -> None:
+        """Let nobody in any more, hear nothing more, and let what is under way come to an end."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        for link in list(self._links):
+            link.hang_up()
+        for thread in self._threads:
+            thread.join(patience_s)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end, _ = self._listener.accept()
+            except OSError:  # the server ends
+                return
+            if not self._strangers.acquire(blocking=False):
+                end.close()
+                continue
+            thread = threading.Thread(target=self._let_in, args=(end,), daemon=True)
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+            thread.start()
+
+    def _let_in(self, end: socket.socket) -> None:
+        try:
+            met = let_in(end, self._secret)
+        finally:
+            self._strangers.release()
+        if met is None:
+            return
+        link, about = met
+        self._links.add(link)
+        try:
+            self._meet(link, about)
+        finally:
+            self._links.discard(link)
+            link.close()
+
+
+def check_secret(host: str, secret: bytes | None, *, loopback: bool) -> None:
+    """Raise if others than this machine could join without a secret."""
+    if not loopback and secret is None:
+        raise InvalidSetting(
+            f"the server is to listen on {host}, where other machines can reach it; set "
+            "POISE_SECRET to the same words here and on every worker"
+        )
+
+
+def let_in(end: socket.socket, secret: bytes | None) -> tuple[Link, About] | None:
+    """Return a connection with a worker, and what it says of itself; None: it was none."""
+    end.settimeout(_PATIENCE_S)
+    link = Link(end)
+    try:
+        if link._exactly(len(MAGIC)) != MAGIC:
+            link.close()
+            return None
+        ours = secrets.token_hex(16)
+        link.tell({"nonce": ours, "secret": secret is not None})
+        answer = link.hear(_SHORT)
+        theirs = str(answer.get("nonce", ""))
+        if not hmac.compare_digest(_proof(secret, "worker", ours, theirs), _text(answer, "proof")):
+            link.tell({"refused": "POISE_SECRET is not the server's"})
+            link.close()
+            return None
+        link.tell({"proof": _proof(secret, "server", ours, theirs)})
+        about = link.listen()
+        if isinstance(about, About):
+            return link, about
+        link.close()
+        return None
+    except (OSError, EOFError, Disagreement):
+        link.close()
+        return None
+
+
+def knock(end: socket.socket, secret: bytes | None, about: About) -> Link:
+    """Return a connection with a server, told what this worker says of itself; or raise."""
+    end.settimeout(_PATIENCE_S)
+    link = Link(end)
+    try:
+        end.sendall(MAGIC)
+        asked = link.hear(_SHORT)
+        if asked.get("secret") and secret is None:
+            raise Disagreement("the server wants a secret; set POISE_SECRET as it is set there")
+        if secret is not None and not asked.get("secret"):
+            raise Disagreement("POISE_SECRET is set here, and the server has none; set it there")
+        theirs, ours = _text(asked, "nonce"), secrets.token_hex(16)
+        link.tell({"nonce": ours, "proof": _proof(secret, "worker", theirs, ours)})
+        answer = link.hear(_SHORT)
+        if "refused" in answer:
+            raise Disagreement(f"the server refuses this worker: {answer['refused']}")
+        expected = _proof(secret, "server", theirs, ours)
+        if not hmac.compare_digest(expected, _text(answer, "proof")):
+            raise Disagreement("the server does not know POISE_SECRET; it may be another's")
+        link.say(about)
+    except (EOFError, OSError) as error:
+        link.close()
+        raise ServerLost(f"whoever listens there is no server of Poise: {error}") from error
+    except Disagreement:
+        link.close()
+        raise
+    return link
+
+
+def _proof(secret: bytes | None, who: str, server_nonce: str, worker_nonce: str) -> str:
+    text = f"{who} {server_nonce} {worker_nonce}".encode()
+    return hmac.new(secret or b"", text, hashlib.sha256).hexdigest()
+
+
+def _text(message: dict[str, Any], key: str) -> str:
+    found = message.get(key)
+    if not isinstance(found, str):
+        raise Disagreement(f"the other end left {key} out; it is no Poise, or of another version")
+    return found

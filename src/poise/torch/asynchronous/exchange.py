@@ -1,0 +1,322 @@
+"""A worker's side of the exchange with its server: gradients out, weights and samples in."""
+
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from poise.core.batch import Batch
+from poise.core.timing import Floats
+from poise.engine.asp import Report
+from poise.errors import Disagreement, OutOfOrder, PoiseWarning, ServerLost
+from poise.torch.asynchronous.flat import Flat
+from poise.torch.asynchronous.link import Link
+from poise.torch.asynchronous.messages import Begin, Handed, Leave, NoMore, Push, Weights
+from poise.torch.asynchronous.parameters import trained_parameters
+from poise.torch.compiling import graphs_compiled
+from poise.torch.meter import Meter, observation_of
+from poise.torch.module import count_backwards
+from poise.torch.run import Tally, is_usable
+
+_GONE = (OSError, EOFError, RuntimeError)
+
+
+class Waits:
+    """How long this worker has waited for the server or for others, the running total."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds."""
+        return self.seconds
+
+
+class ServerExchange:
+    """What a worker does with its server, in the order in which its loop does it."""
+
+    def __init__(
+        self,
+        link: Link,
+        address: str,
+        optimizer: Optimizer,
+        statistics: Sequence[Tensor],
+        *,
+        meter: Meter,
+        waits: Waits,
+        ahead: bool,
+        shares_at_once: int,
+        epoch: int,
+    ) -> None:
+        self._link = link
+        self._address = address
+        self._optimizer = optimizer
+        self._trained: list[nn.Parameter] = trained_parameters(optimizer)
+        self._statistics = list(statistics)
+        self._gradient = Flat([*self._trained, *self._statistics])
+        self._weights = Flat([*self._trained, *self._statistics])
+        self._meter = meter
+        self._waits = waits
+        self._thread = ThreadPoolExecutor(1, "poise-exchange") if ahead else None
+        self._travelling: Future[Weights] | None = None
+        self._arrived: Weights | None = None
+        """Weights that are here and not yet taken over."""
+        self._shares_at_once = shares_at_once + ahead
+        self._shares: deque[Handed] = deque()
+        """Handed to this worker, and not yet fetched."""
+        self._under_way: list[Handed] = []
+        """Handed out by the loader since the last push."""
+        self._skipped: list[int] = []
+        self._kept: list[Tensor | None] = []
+        """The gradients, while the optimizer steps without them."""
+        self._count = 0.0
+        self._step = 0
+        """Local batches that the loader has handed out."""
+        self._batches: deque[Batch] = deque(maxlen=2)
+        """The last of them, for the meter."""
+        self._backwards = Tally()
+        self._counting = count_backwards(self._trained, self._backwards)
+        self._graphs = 0
+        self._rates: list[float] = []
+        """As the server said them."""
+        self._warned = False
+        self._versions: tuple[int, ...] = ()
+        self.epoch = epoch
+        self.done = False
+        self.news: Weights | None = None
+        """What the server said last."""
+
+    def begin(self, *, new_pass: bool) -> bool:
+        """Ask for local batches; False: the epoch, or the training, is over.
+
+        A batch that the loop left without a step comes again if it begins a new pass, and is
+        skipped if it went on to the next one.
+        """
+        if self._backwards.backwards or not new_pass:
+            self._settle()
+        self._await_travelling()
+        self._arrived = None  # newer weights follow
+        self._meter.disturb()
+        self._shares.clear()
+        asked = Begin(self.epoch, self._shares_at_once, tuple(self._skipped))
+        self._skipped, self._under_way = [], []
+        with self._watch("asking for samples"):
+            self._link.say(asked)
+            answer = self._link.listen()
+            if isinstance(answer, Weights):
+                self._receive(answer)
+        match answer:
+            case Weights():
+                self._take(answer)
+                return True
+            case NoMore():
+                self.epoch, self.done = answer.epoch, answer.done
+                return False
+        raise Disagreement(f"the server answered with {type(answer).__name__}")
+
+    def next_share(self) -> Handed | None:
+        """Return the next local batch to fetch; None: this pass has no more."""
+        if not self._shares:
+            self._await_travelling()
+        return self._shares.popleft() if self._shares else None
+
+    def loading(self) -> AbstractContextManager[None]:
+        """The loader is asked for a batch."""
+        return self._meter.loading()
+
+    def hand_out(self, handed: Handed, count: float) -> None:
+        """The loader yields a local batch."""
+        self._settle()
+        self._warn_of_scheduler()
+        self._under_way.append(handed)
+        self._backwards.backwards = 0
+        self._count = count
+        samples, graphs = handed.count, graphs_compiled()
+        batch = Batch(self._step, handed.epoch, 0, (samples,))
+        whole, compiled = samples == handed.planned, graphs != self._graphs
+        self._meter.begin(batch, samples, whole=whole, compiled=compiled)
+        self._batches.append(batch)
+        self._graphs = graphs
+        self._step += 1
+
+    def push(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Send the gradient; the optimizer then steps without one, which changes nothing."""
+        if any(callable(each) for each in (*args, *kwargs.values())):
+            raise OutOfOrder(
+                "optimizer.step(closure) computes gradients inside the step, and those of this "
+                "worker must leave it before; call backward first, and step without a closure"
+            )
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise OutOfOrder(
+                "the GradScaler leaves the unscaling to this optimizer, which steps on the "
+                "server; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+        if not self._under_way:
+            raise OutOfOrder(
+                "optimizer.step() ran without a batch from the prepared loader; take batches "
+                "from the loader that prepare returned"
+            )
+        self._await_travelling()
+        push = self._read_gradient()
+        self._under_way, self._skipped = [], []
+        if self._thread is None:
+            answer = self._exchange(push)
+            self._waits.seconds += answer.queued_s
+            self._take(answer)
+        else:
+            if self._arrived is not None:
+                self._take(self._arrived)
+            self._travelling = self._thread.submit(self._exchange, push)
+        bucket = self._meter.ready(first=True)
+        if bucket is not None:
+            self._meter.done(bucket)
+        self._kept = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def restore(self, *_: Any) -> None:
+        """Give the gradients back, which the loop may look at; runs after the step."""
+        for parameter, gradient in zip(self._trained, self._kept, strict=True):
+            parameter.grad = gradient
+        self._kept = []
+        self._meter.updated()
+
+    def leave(self) -> None:
+        """Tell the server that this worker leaves."""
+        try:
+            self._await_travelling()
+            self._link.say(Leave())
+        except (*_GONE, Disagreement):
+            pass  # it has left before
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._counting.remove()
+        self._link.close()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _exchange(self, push: Push) -> Weights:
+        with self._watch(f"the push of step {self._step - 1}"):
+            self._link.say(push)
+            self._link.send(self._gradient.bytes)
+            answer = self._link.listen()
+            if not isinstance(answer, Weights):
+                raise Disagreement(f"the server answered a push with {type(answer).__name__}")
+            self._receive(answer)
+        return answer
+
+    def _receive(self, answer: Weights) -> None:
+        self._link.receive(self._weights.bytes)
+        self._shares.extend(answer.handed)
+
+    def _take(self, answer: Weights) -> None:
+        """Take new weights over, and the rates that go with them."""
+        self._weights.write([*self._trained, *self._statistics])
+        self._versions, self.news = answer.versions, answer
+        for group, rate in zip(self._optimizer.param_groups, answer.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._arrived = None
+
+    def _await_travelling(self) -> None:
+        """Wait for an exchange that overlaps with computing, if there is one."""
+        if self._travelling is None:
+            return
+        start_s = time.perf_counter()
+        travelling, self._travelling = self._travelling, None
+        self._arrived = travelling.result()
+        waited_s = time.perf_counter() - start_s
+        self._waits.seconds += min(waited_s, self._arrived.queued_s)
+
+    @torch.no_grad()
+    def _read_gradient(self) -> Push:
+        gradients = [parameter.grad for parameter in self._trained]
+        if any(gradient is not None and gradient.layout != torch.strided for gradient in gradients):
+            raise OutOfOrder(
+                "a gradient is sparse, and only dense ones travel to a server; use "
+                "sparse=False in the embedding"
+            )
+        for view, gradient in zip(self._gradient.views, gradients, strict=False):
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient)
+        self._gradient.read(self._statistics, len(self._trained))
+        return Push(
+            numbers=tuple(handed.number for handed in self._under_way),
+            skipped=tuple(self._skipped),
+            versions=self._versions,
+            present="".join("0" if gradient is None else "1" for gradient in gradients),
+            count=self._count,
+            report=self._report(),
+        )
+
+    def _report(self) -> Report | None:
+        """Return what was measured in the step before this one."""
+        if len(self._batches) < 2:  # noqa: PLR2004 (this one, and the one before)
+            return None
+        before = self._batches[0]
+        seen = observation_of(before, self._meter.row(before.step)[None])
+        if seen.compiling or seen.ready_s is None:
+            return None
+
+        def only(values: Floats | None) -> float:
+            return math.nan if values is None else float(values[0])
+
+        return Report(
+            before.count,
+            float(seen.ready_s[0, -1]),
+            only(seen.wait_s),
+            only(seen.load_s),
+            only(seen.input_s),
+            only(seen.memory_bytes),
+            only(seen.memory_limit_bytes),
+        )
+
+    def _settle(self) -> None:
+        """Find out what became of a batch that no optimizer step followed.
+
+        If its gradient is still there, the next one is added to it; if not, it was thrown away.
+        """
+        if self._under_way and not is_usable([p.grad for p in self._trained]):
+            self._skipped += [handed.number for handed in self._under_way]
+            self._under_way = []
+
+    def _warn_of_scheduler(self) -> None:
+        """Say once that a rate that changes with this process's batches reaches nobody."""
+        now = [float(group["lr"]) for group in self._optimizer.param_groups]
+        if self._warned or now == self._rates:
+            return
+        self._warned = True
+        warnings.warn(
+            f"the learning rate changed from {self._rates} to {now} between two batches of this "
+            "worker, and the optimizer steps on the server: step the scheduler once per epoch, "
+            "or by samples with BySamples, which the server follows too",
+            PoiseWarning,
+            stacklevel=5,
+        )
+
+    @contextmanager
+    def _watch(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except (Disagreement, ServerLost, OutOfOrder):
+            raise
+        except _GONE as error:
+            raise ServerLost(
+                f"the server at {self._address} is gone ({doing} cannot go on: {error}); start it "
+                "again, from its last save, and then this worker"
+            ) from error

@@ -1,0 +1,112 @@
+"""What must be alike on a server and its workers, and what does not go with a server."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from poise.errors import InvalidSetting
+from poise.torch.checks import is_stream, model_facts
+from poise.torch.orders import Orders
+from poise.torch.settings import Settings
+
+
+def check_alone(settings: Settings) -> None:
+    """Raise if a setting has no meaning without a step that all workers take together."""
+    stated = {
+        "adapt": settings.adapt is not None,
+        "comm_hook": settings.inner is not None,
+        "ddp": bool(settings.ddp),
+        "micro_batch": settings.micro_batch is not None,
+    }
+    wrong = [name for name, given in stated.items() if given]
+    if wrong:
+        raise InvalidSetting(
+            f"with a server there is no {' and no '.join(wrong)}, which belong to steps that all "
+            'workers take together; leave it out, or use mode="sync"'
+        )
+
+
+def check_servable(optimizers: Sequence[Optimizer], loader: DataLoader[Any]) -> None:
+    """Raise for what a server can neither apply nor hand out."""
+    if len(optimizers) > 1:
+        raise InvalidSetting(
+            f"prepare got {len(optimizers)} optimizers, and a server applies one; join their "
+            "parameters in one optimizer with several groups"
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise InvalidSetting(
+            "LBFGS computes gradients inside its step, and a server has no data; use another "
+            'optimizer, or mode="sync"'
+        )
+    if is_stream(loader):
+        raise InvalidSetting(
+            "the loader reads a stream, whose samples have no numbers, and a server hands samples "
+            'out by their number; use a map-style data set, or mode="sync"'
+        )
+
+
+class Schedule(Protocol):
+    """A schedule of learning rates that can be saved; `BySamples` is one."""
+
+    def step(self) -> None:
+        """Follow the samples."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far it has come."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class DrawnAlone:
+    """Stands where workers draw an order together: the server draws it by itself."""
+
+    worker = 0
+
+    def numbers(self, mine: NDArray[np.int64], doing: str) -> NDArray[np.int64]:
+        """Return the own numbers."""
+        return mine
+
+
+def facts_of(
+    settings: Settings,
+    models: Sequence[nn.Module],
+    optimizer: Optimizer,
+    loader: DataLoader[Any],
+    orders: Orders,
+) -> dict[str, str]:
+    """Describe the training; all processes must say the same."""
+    facts: dict[str, object] = {
+        "global_batch": settings.global_batch,
+        "seed": settings.seed,
+        "the use of count": settings.count is not None,
+        "the optimizer": type(optimizer).__name__,
+        "the parameters of the optimizer's groups": [
+            len(group["params"]) for group in optimizer.param_groups
+        ],
+        **{f"the {name} of the data set": value for name, value in orders.identity().items()},
+        "drop_last": loader.drop_last,
+        "the number of models": len(models),
+    }
+    for number, model in enumerate(models):
+        facts.update(model_facts(model, f" of model {number}" if len(models) > 1 else ""))
+    return {key: str(value) for key, value in facts.items()}
+
+
+def own_mean(value: float | Tensor, count: float) -> float:
+    """Return a process's own value, NaN where nothing counts."""
+    try:
+        number = float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidSetting(
+            f"mean got {value!r}; it takes a number or a tensor of one element"
+        ) from None
+    if not count >= 0 or count == float("inf"):
+        raise InvalidSetting(f"mean got count={count}; a count is a number from 0 up")
+    return number if count else float("nan")

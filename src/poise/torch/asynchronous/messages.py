@@ -1,0 +1,117 @@
+"""What a worker and its server say to each other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from poise.engine.asp import Report
+from poise.engine.pool import Ranges, count_of
+
+
+@dataclass(frozen=True)
+class About:
+    """A worker introduces itself."""
+
+    version: str
+    mode: str | None
+    """As its script says; None: as the server says."""
+    number: int | None
+    """What its launcher calls it; None: nothing."""
+    host: str
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A worker is about to take batches of an epoch: the first, or more than it was given."""
+
+    epoch: int
+    wanted: int
+    """How many local batches, as its loader runs ahead."""
+    skipped: tuple[int, ...]
+    """Local batches that it computed and whose gradient it threw away."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """A gradient follows, and then the running statistics of normalization layers."""
+
+    numbers: tuple[int, ...]
+    """The local batches that it is of, usually one."""
+    skipped: tuple[int, ...]
+    """Others that were computed in vain."""
+    versions: tuple[int, ...]
+    """Of the weights that it was computed with."""
+    present: str
+    """For each parameter 1 or 0: whether it has a gradient."""
+    count: float
+    """What the loss was divided by."""
+    report: Report | None
+    """What was measured in the iteration before."""
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A local batch as it travels."""
+
+    number: int
+    epoch: int
+    ranges: Ranges
+    planned: int
+    """How many samples the plan says; the last of an epoch may have fewer."""
+    samples: tuple[int, ...] | None
+    """Its samples, where the order is not one that every worker can compute."""
+
+    @property
+    def count(self) -> int:
+        """How many samples it has."""
+        return count_of(self.ranges)
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A worker leaves."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """New weights follow."""
+
+    handed: tuple[Handed, ...]
+    """What to compute next."""
+    versions: tuple[int, ...]
+    rates: tuple[float, ...]
+    """The learning rates, which follow the progress of the training and not of one process."""
+    factor: float
+    """What they were multiplied by for the last push."""
+    samples: int
+    """Pushed so far, over all workers."""
+    dropped: int
+    """Pushes of this worker that were not finite."""
+    split: tuple[int, ...]
+    queued_s: float
+    """How long the push waited in the server, for it or for other workers."""
+
+
+@dataclass(frozen=True)
+class NoMore:
+    """There is nothing to compute."""
+
+    epoch: int
+    """The epoch that comes next."""
+    done: bool
+    """Whether the training is over."""
+
+
+KINDS: dict[str, type] = {
+    "about": About,
+    "begin": Begin,
+    "push": Push,
+    "leave": Leave,
+    "weights": Weights,
+    "no_more": NoMore,
+}
+Message = About | Begin | Push | Leave | Weights | NoMore
+
+
+def name_of(message: Any) -> str:
+    """Return the name under which a message travels."""
+    return next(name for name, kind in KINDS.items() if type(message) is kind)

@@ -1,0 +1,216 @@
+"""The weights on the server: updated push by push, copied for workers, in shards.
+
+Each shard has a lock and a version. A worker's copy is made shard by shard, so no shard is ever
+read half updated, and pushes to different shards run at the same time. The staleness of a push is
+the largest over the shards.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from poise.core.staleness import lowered_momentum
+from poise.torch.asynchronous.flat import Flat
+
+SHARD_BYTES = 8 * 1024**2
+"""A shard has at least so many bytes: smaller ones cost more than they save."""
+Versions = tuple[int, ...]
+
+
+def trained_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return what an optimizer trains, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def statistics(models: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the running statistics of normalization layers, which training changes too."""
+    layers = [
+        layer for model in models for layer in model.modules() if isinstance(layer, _NormBase)
+    ]
+    found = {
+        id(tensor): tensor
+        for layer in layers
+        for tensor in (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+        if tensor is not None
+    }
+    return list(found.values())
+
+
+def everything(models: Sequence[nn.Module]) -> list[Tensor]:
+    """Return all parameters and buffers."""
+    return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+
+
+class Parameters:
+    """What the server's optimizer trains."""
+
+    def __init__(self, models: Sequence[nn.Module], optimizer: Optimizer, most_shards: int) -> None:
+        self.trained = trained_parameters(optimizer)
+        self.statistics = statistics(models)
+        self.optimizer = optimizer
+        self._shards = [
+            _Shard(first, part, _stepper(optimizer, part, whole=len(parts) == 1))
+            for parts in [_parts(self.trained, most_shards if _divides(optimizer) else 1)]
+            for first, part in parts
+        ]
+        self._merging = threading.Lock()
+
+    @property
+    def shards(self) -> int:
+        """How many there are."""
+        return len(self._shards)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which gradients were applied or weights copied, the sum over the shards."""
+        return sum(shard.busy_s for shard in self._shards)
+
+    def buffer(self) -> Flat:
+        """Return room for one copy of everything that changes, or for its gradient."""
+        return Flat([*self.trained, *self.statistics])
+
+    def staleness(self, versions: Versions) -> int:
+        """Return how many updates came after a copy with these versions."""
+        return max(
+            shard.version - version for shard, version in zip(self._shards, versions, strict=True)
+        )
+
+    def copy(self, into: Flat) -> tuple[Versions, float]:
+        """Copy the weights; return their versions, and the seconds spent waiting."""
+        waited_s, versions = 0.0, []
+        for shard in self._shards:
+            with shard.held() as queued_s:
+                into.read(shard.parameters, shard.first)
+                versions.append(shard.version)
+            waited_s += queued_s
+        with self._merging:
+            into.read(self.statistics, len(self.trained))
+        return tuple(versions), waited_s
+
+    def apply(
+        self, gradient: Flat, present: Sequence[bool], factor: float, workers: int, part: float
+    ) -> float:
+        """Update the weights once; return the seconds spent waiting.
+
+        Args:
+            gradient: of the trained parameters, then statistics.
+            present: which of the parameters have a gradient.
+            factor: what the learning rate is multiplied by.
+            workers: so many push without waiting for each other, which acts like momentum.
+            part: how much the statistics count.
+        """
+        waited_s = 0.0
+        for shard in self._shards:
+            with shard.held() as queued_s:
+                span = slice(shard.first, shard.first + len(shard.parameters))
+                for parameter, view, there in zip(
+                    shard.parameters, gradient.views[span], present[span], strict=True
+                ):
+                    parameter.grad = view.to(parameter.device) if there else None
+                with _adjusted(shard.stepper, self.optimizer, factor, workers):
+                    shard.stepper.step()
+                for parameter in shard.parameters:
+                    parameter.grad = None
+                shard.version += 1
+            waited_s += queued_s
+        self._merge(gradient.views[len(self.trained) :], part)
+        return waited_s
+
+    @torch.no_grad()
+    def _merge(self, seen: Sequence[Tensor], part: float) -> None:
+        """Move the running statistics towards a worker's, by its share."""
+        with self._merging:
+            for ours, theirs in zip(self.statistics, seen, strict=True):
+                if ours.is_floating_point():
+                    ours.lerp_(theirs.to(ours.device), part)
+                else:  # the number of batches seen
+                    ours.copy_(torch.maximum(ours, theirs.to(ours.device)))
+
+
+class _Shard:
+    """Some of the parameters."""
+
+    def __init__(self, first: int, parameters: Sequence[nn.Parameter], stepper: Optimizer) -> None:
+        self.parameters = list(parameters)
+        self.first = first
+        self.stepper = stepper
+        self.version = 0
+        self.busy_s = 0.0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def held(self) -> Iterator[float]:
+        """Hold the lock; gives the seconds that it took to get it."""
+        start_s = time.perf_counter()
+        with self._lock:
+            held_s = time.perf_counter()
+            yield held_s - start_s
+            self.busy_s += time.perf_counter() - held_s
+
+
+def _parts(
+    parameters: Sequence[nn.Parameter], most: int
+) -> list[tuple[int, Sequence[nn.Parameter]]]:
+    """Cut parameters into neighbors of about the same size; return their places, too."""
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    count = max(1, min(most, sum(sizes) // SHARD_BYTES, len(parameters)))
+    parts: list[tuple[int, Sequence[nn.Parameter]]] = []
+    target, first, size = sum(sizes) / count, 0, 0
+    for place, own in enumerate(sizes, start=1):
+        size += own
+        last = place == len(sizes)
+        if last or (size >= target and len(parts) < count - 1):
+            parts.append((first, parameters[first:place]))
+            first, size = place, 0
+    return parts
+
+
+def _divides(optimizer: Optimizer) -> bool:
+    """Whether an optimizer updates each parameter by itself, as far as is known."""
+    ours = type(optimizer).__module__.startswith("torch.optim.")
+    return ours and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _stepper(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, whole: bool) -> Optimizer:
+    """Return an optimizer of some parameters that shares its state with the user's."""
+    if whole:
+        return optimizer
+    stepper: Any = object.__new__(type(optimizer))
+    stepper.__dict__.update(optimizer.__dict__)
+    stepper.__dict__.pop("step", None)  # a scheduler's, which steps the user's optimizer
+    own = {id(parameter) for parameter in parameters}
+    stepper.param_groups = [
+        {**group, "params": [p for p in group["params"] if id(p) in own]}
+        for group in optimizer.param_groups
+    ]
+    made: Optimizer = stepper
+    return made
+
+
+@contextmanager
+def _adjusted(stepper: Optimizer, users: Optimizer, factor: float, workers: int) -> Iterator[None]:
+    """Let an optimizer step with the user's settings of now, adjusted; then they are back."""
+    kept = [dict(group) for group in stepper.param_groups]
+    for group, stated in zip(stepper.param_groups, users.param_groups, strict=True):
+        group.update({key: value for key, value in stated.items() if key != "params"})
+        if factor != 1:
+            group["lr"] = stated["lr"] * factor
+        if stated.get("momentum"):
+            group["momentum"] = lowered_momentum(stated["momentum"], workers)
+        if stated.get("betas"):
+            first, *rest = stated["betas"]
+            group["betas"] = (lowered_momentum(first, workers), *rest)
+    try:
+        yield
+    finally:
+        for group, before in zip(stepper.param_groups, kept, strict=True):
+            for key in ("lr", "momentum", "betas"):
+                if key in before:
+                    group[key] = before[key]

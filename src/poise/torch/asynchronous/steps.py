@@ -1,0 +1,71 @@
+"""Steps under way, with a bound: pushes are added up until all of a step are there."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from poise.torch.asynchronous.flat import Flat
+from poise.torch.asynchronous.messages import Push
+from poise.torch.asynchronous.parameters import Parameters, Versions
+
+
+@dataclass
+class _Sum:
+    total: Flat
+    count: float = 0.0
+    present: list[bool] = field(default_factory=list)
+    versions: dict[int, Versions] = field(default_factory=dict)
+    """Of the weights that each worker computed with."""
+
+
+class OpenSteps:
+    """The sums of pushes, each weighted by its count, of steps that are not complete."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self._sums: dict[int, _Sum] = {}
+
+    def has(self, step: int) -> bool:
+        """Whether anything was pushed for a step."""
+        return step in self._sums
+
+    @torch.no_grad()
+    def add(self, step: int, worker: int, pushed: Flat, push: Push) -> None:
+        """Add a push."""
+        if step not in self._sums:
+            self._sums[step] = _Sum(
+                self._parameters.buffer(), present=[False] * len(self._parameters.trained)
+            )
+        whole = self._sums[step]
+        for total, part in zip(whole.total.views, pushed.views, strict=True):
+            if total.is_floating_point():
+                total.add_(part, alpha=push.count)
+            else:
+                torch.maximum(total, part, out=total)
+        whole.count += push.count
+        whole.present = [
+            known or new == "1" for known, new in zip(whole.present, push.present, strict=True)
+        ]
+        whole.versions[worker] = push.versions
+
+    @torch.no_grad()
+    def apply(self, step: int) -> dict[int, int]:
+        """Make the update of a complete step; return how stale each worker's part was.
+
+        A step whose parts are stale counts for less, as a push does without a bound: late by t
+        steps, a gradient is stable at about 1 / (1 + t) of the rate only.
+        """
+        whole = self._sums.pop(step, None)
+        if whole is None or not whole.count:
+            return {}
+        for total in whole.total.views:
+            if total.is_floating_point():
+                total.div_(whole.count)
+        staleness = {
+            worker: self._parameters.staleness(versions)
+            for worker, versions in whole.versions.items()
+        }
+        factor = 1 / (1 + sum(staleness.values()) / len(staleness))
+        with torch.enable_grad():
+            self._parameters.apply(whole.total, whole.present, factor, 1, 1.0)
+        return staleness

@@ -1,0 +1,517 @@
+"""Training with a server: real processes, real gloo pairs. Worker 0 of each case is the server."""
+
+import os
+import socket
+import threading
+import warnings
+from collections import Counter
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from poise.errors import Disagreement, InvalidSetting, OutOfOrder, PoiseWarning, ServerLost
+from poise.lab.processes import free_port
+from poise.policy import Fixed
+from poise.records import read_record, replay
+from poise.torch import Async, Balancer, BySamples, Stale
+from poise.torch.asynchronous import parameters as parameters_module
+from poise.torch.asynchronous.flat import Flat
+from poise.torch.asynchronous.parameters import Parameters
+from poise.torch.asynchronous.role import Serving, serving_as
+from poise.torch.asynchronous.server import Server
+from tests.cluster import Workers
+from tests.training import Recipe, build, dataset, distance, train_plain, weights
+
+QUIET = "ignore:updates of workers that do not wait"
+
+
+def train(
+    recipe: Recipe, *, mode: Any = "async", by_samples: bool = False, **stated: Any
+) -> tuple[dict[str, Tensor], list[int], Any]:
+    """Train as a script does; return the weights, the samples seen here, and what was served."""
+    model, optimizer, _ = build(recipe)
+    seen: list[int] = []
+    with warnings.catch_warnings(), Balancer(recipe.global_batch, mode=mode, **stated) as balancer:
+        warnings.simplefilter("ignore", PoiseWarning)
+        loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        schedule: Any = None
+        if by_samples:
+            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+            schedule = BySamples(cosine, balancer, recipe.global_batch)
+        for _ in balancer.epochs(recipe.epochs):
+            for inputs, targets, samples in shares:
+                nn.functional.cross_entropy(shared(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += samples.tolist()
+                if schedule is not None:
+                    schedule.step()
+        training = balancer._training
+        served = training.service() if isinstance(training, Server) else None
+        return weights(shared), seen, served
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(),
+        Recipe(model="batchnorm", optimizer="adamw", samples=48),
+        Recipe(model="transformer", dtype="float32"),
+    ],
+    ids=lambda recipe: recipe.model,
+)
+def test_one_worker_equals_plain_training_exactly(workers: Workers, recipe: Recipe) -> None:
+    (served, _, _), (_, seen, _) = workers.run(train, recipe, workers=2)
+    (plain,) = workers.run(train_plain, recipe, workers=1)  # with as many threads
+    assert distance(served, plain) == 0
+    assert Counter(seen) == Counter(list(range(recipe.samples)) * recipe.epochs)
+
+
+def train_by_samples(recipe: Recipe) -> dict[str, Tensor]:
+    return train(recipe, by_samples=True)[0]
+
+
+def test_the_rate_of_a_schedule_follows_the_samples(workers: Workers) -> None:
+    recipe = Recipe(samples=48, scheduler=True)
+    served, _ = workers.run(train_by_samples, recipe, workers=2)
+    assert distance(served, train_plain(recipe)) == 0
+
+
+def train_bounded(recipe: Recipe, bound: int) -> Any:
+    return train(recipe, mode=Stale(bound), policy=Fixed([5, 1, 6]))
+
+
+@pytest.mark.parametrize(
+    "recipe", [Recipe(), Recipe(optimizer="adamw", samples=53)], ids=["sgd", "adamw"]
+)
+def test_a_bound_of_zero_equals_synchronous_training(workers: Workers, recipe: Recipe) -> None:
+    (served, _, service), *others = workers.run(train_bounded, recipe, 0, workers=4)
+    assert distance(served, train_plain(recipe)) < 1e-12
+    assert sum((Counter(seen) for _, seen, _ in others), Counter()) == Counter(
+        list(range(recipe.samples)) * recipe.epochs
+    )
+    tallies = [each.tally for each in service.workers] + list(service.gone.values())
+    assert {staleness for tally in tallies for staleness in tally.staleness} == {0}
+
+
+def train_together(recipe: Recipe, mode: Any) -> Any:
+    return train(recipe, mode=mode)
+
+
+@pytest.mark.parametrize(
+    "mode", [Async(), Async(ahead=True), Stale(2)], ids=["async", "ahead", "stale"]
+)
+def test_workers_together_push_every_sample_once_and_learn(workers: Workers, mode: Any) -> None:
+    recipe = Recipe(samples=240, epochs=4, dtype="float32")
+    (served, _, service), *others = workers.run(train_together, recipe, mode, workers=4)
+    seen = sum((Counter(seen) for _, seen, _ in others), Counter())
+    assert seen == Counter(list(range(recipe.samples)) * recipe.epochs)
+    model, _, _ = build(recipe)
+    inputs, targets, _ = dataset(recipe).tensors  # type: ignore[attr-defined]
+    before = nn.functional.cross_entropy(model(inputs), targets)
+    model.load_state_dict(served)
+    assert nn.functional.cross_entropy(model(inputs), targets) < 0.9 * before
+    tallies = [each.tally for each in service.workers] + list(service.gone.values())
+    assert sum(tally.samples for tally in tallies) == recipe.samples * recipe.epochs
+    if isinstance(mode, Stale):
+        assert max(stale for tally in tallies for stale in tally.staleness) <= mode.steps
+
+
+@contextmanager
+def as_server(port: int, **stated: Any) -> Any:
+    """Let the script inside be the server, on a port that the others know."""
+    launcher = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
+    with serving_as(Serving(port=port, **stated)):
+        yield
+    os.environ.update(launcher)
+
+
+@contextmanager
+def as_worker(port: int, secret: str | None = None) -> Any:
+    """Let the script inside join the server."""
+    os.environ["POISE_SERVER"] = f"127.0.0.1:{port}"
+    if secret is not None:
+        os.environ["POISE_SECRET"] = secret
+    try:
+        yield
+    finally:
+        del os.environ["POISE_SERVER"]
+        os.environ.pop("POISE_SECRET", None)
+
+
+def train_among_strangers(recipe: Recipe, port: int) -> Any:
+    """Worker 0 serves, 1 trains; 2 comes with one wrong thing after the other, and garbage."""
+    if os.environ["RANK"] == "0":
+        with as_server(port):
+            return train(recipe)
+    if os.environ["RANK"] == "1":
+        with as_worker(port):
+            return train(recipe)
+    refused = []
+    with as_worker(port):
+        odd: list[tuple[Recipe, dict[str, Any]]] = [
+            (recipe, {"global_batch": 13}),
+            (recipe, {"seed": 5}),
+            (recipe, {"mode": "stale:3"}),
+            (recipe, {"mode": "sync"}),
+            (Recipe(model="cnn", samples=240), {}),
+            (Recipe(samples=51), {}),
+        ]
+        for other, stated in odd:
+            with pytest.raises((Disagreement, InvalidSetting)) as caught:
+                _prepare_only(other, **{"global_batch": 12, **stated})
+            refused.append(str(caught.value))
+    with as_worker(port, "a word"), pytest.raises(Disagreement, match="POISE_SECRET"):
+        Balancer(12)
+    for garbage in (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b"poise-1\n" + b"\xff" * 5000):
+        with socket.create_connection(("127.0.0.1", port)) as end:
+            end.sendall(garbage)
+    return refused
+
+
+def _prepare_only(recipe: Recipe, **stated: Any) -> None:
+    model, optimizer, _ = build(recipe)
+    with Balancer(**stated) as balancer:
+        balancer.prepare(model, optimizer, DataLoader(dataset(recipe), 12, shuffle=True))
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_strangers_are_refused_with_a_reason_and_disturb_nobody(workers: Workers) -> None:
+    recipe = Recipe(samples=240, epochs=8)
+    outcomes = workers.run(train_among_strangers, recipe, free_port(), workers=3)
+    (served, _, _), (_, seen, _), refused = outcomes
+    assert distance(served, train_plain(recipe)) == 0
+    assert Counter(seen) == Counter(list(range(240)) * 8)
+    expected = ["global_batch is 13", "seed", "stale:3", "POISE_SERVER", "parameter", "length"]
+    for message, word in zip(refused, expected, strict=True):
+        assert word in message
+
+
+def train_with_bad_gradients(recipe: Recipe, port: int) -> Any:
+    if os.environ["RANK"] == "0":
+        with as_server(port):
+            return train(recipe)
+    model, optimizer, _ = build(recipe)
+    with as_worker(port), Balancer(recipe.global_batch) as balancer:
+        loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+        model, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        step = 0
+        for _ in balancer.epochs(recipe.epochs):
+            for inputs, targets, _ in shares:
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+                if step % 2:
+                    for parameter in model.parameters():
+                        assert parameter.grad is not None
+                        parameter.grad.fill_(float("nan") if step % 4 == 1 else float("inf"))
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+        return step, balancer.skipped
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_pushes_that_are_not_finite_are_dropped_and_counted(workers: Workers) -> None:
+    recipe = Recipe(samples=48, epochs=2)
+    outcomes = workers.run(train_with_bad_gradients, recipe, free_port(), workers=2)
+    (served, _, service), (steps, skipped) = outcomes
+    assert all(torch.isfinite(tensor).all() for tensor in served.values())
+    assert (steps, skipped) == (8, 4)
+    (tally,) = service.gone.values() or [each.tally for each in service.workers]
+    assert (tally.dropped, tally.updates, tally.samples) == (4, 4, 96)
+
+
+def serve_and_fail(port: int, at_epoch: int) -> str:
+    """The server's script fails in the middle; its worker hears of it."""
+    recipe = Recipe()
+    model, optimizer, _ = build(recipe)
+    loader = DataLoader(dataset(recipe), 12, shuffle=True)
+    if os.environ["RANK"] != "0":
+        with as_worker(port), pytest.raises(ServerLost) as caught:
+            train(recipe)
+        return str(caught.value)
+    try:
+        with as_server(port), Balancer(12) as balancer:
+            model, optimizer, shares = balancer.prepare(model, optimizer, loader)
+            for epoch in balancer.epochs(3):
+                for _ in shares:
+                    pass
+                if epoch == at_epoch:
+                    raise ZeroDivisionError("evaluation failed")
+    except ZeroDivisionError:
+        return ""
+    raise AssertionError("the script did not fail")
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_a_server_that_fails_is_a_clear_error_on_its_workers(workers: Workers) -> None:
+    _, *messages = workers.run(serve_and_fail, free_port(), 1, workers=3)
+    for message in messages:
+        assert "evaluation failed" in message
+
+
+def serve_die_and_go_on(recipe: Recipe, port: int, save: str) -> Any:
+    """The server is lost in the middle of an epoch, and started again from its last save."""
+    if os.environ["RANK"] == "0":
+        with as_server(port, save=Path(save), save_every_s=0.0):
+            if not Path(save).exists():
+                _serve_until(recipe, samples=2 * recipe.samples + 24)
+        with as_server(port, save=Path(save)):
+            return train(recipe)
+    with as_worker(port):
+        with pytest.raises(ServerLost, match="start it again"):
+            train(recipe)
+        return train(recipe)
+
+
+def _serve_until(recipe: Recipe, samples: int) -> None:
+    """Serve, and vanish without a word once so many samples are pushed."""
+    model, optimizer, _ = build(recipe)
+    balancer = Balancer(recipe.global_batch)
+    server: Any = balancer._training
+    loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+    _, _, shares = balancer.prepare(model, optimizer, loader)
+
+    def vanish() -> None:
+        if balancer.samples >= samples:
+            for link in server._door._links:
+                link._socket.shutdown(socket.SHUT_RDWR)
+            raise KeyboardInterrupt
+
+    server._desk.before_update.append(vanish)
+    with suppress(KeyboardInterrupt):
+        for _ in balancer.epochs(recipe.epochs):
+            for _ in shares:
+                pass
+        raise AssertionError("the server went on")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poise.torch.asynchronous.server._GOODBYE_S", 0.2)
+        balancer.close()
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_a_server_goes_on_from_its_last_save(workers: Workers, tmp_path: Path) -> None:
+    recipe = Recipe(samples=48, epochs=4)
+    save = str(tmp_path / "server.pt")
+    (served, _, _), _ = workers.run(serve_die_and_go_on, recipe, free_port(), save, workers=2)
+    assert distance(served, train_plain(recipe)) == 0
+
+
+def train_in_two_parts(recipe: Recipe, port: int, path: str) -> Any:
+    """The script itself saves after two epochs, and a second run loads that."""
+    for epochs in (2, recipe.epochs):
+        model, optimizer, _ = build(recipe)
+        place = as_server(port) if os.environ["RANK"] == "0" else as_worker(port)
+        with place, Balancer(recipe.global_batch) as balancer:
+            loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+            model, optimizer, shares = balancer.prepare(model, optimizer, loader)
+            if Path(path).exists():
+                state = torch.load(path, weights_only=True)
+                model.load_state_dict(state["model"])
+                optimizer.load_state_dict(state["optimizer"])
+                balancer.load_state_dict(state["balancer"])
+            for _ in balancer.epochs(epochs):
+                for inputs, targets, _ in shares:
+                    nn.functional.cross_entropy(model(inputs), targets).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if balancer.worker == 0:
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "balancer": balancer.state_dict(),
+                }
+                torch.save(state, path)
+    return weights(model)
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_a_script_saves_and_resumes_as_in_synchronous_training(
+    workers: Workers, tmp_path: Path
+) -> None:
+    recipe = Recipe(epochs=4)
+    path = str(tmp_path / "state.pt")
+    served, _ = workers.run(train_in_two_parts, recipe, free_port(), path, workers=2)
+    assert distance(served, train_plain(recipe)) == 0
+
+
+def train_drawn(port: int) -> list[int]:
+    """The user's own sampler, which draws on the server."""
+    torch.manual_seed(int(os.environ["RANK"]))  # workers would draw other samples
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data = TensorDataset(torch.arange(30.0)[:, None])
+    loader = DataLoader(data, 10, sampler=WeightedRandomSampler([1.0] * 15 + [0.0] * 15, 40))
+    seen: list[int] = []
+    place = as_server(port, workers=2) if os.environ["RANK"] == "0" else as_worker(port)
+    with place, Balancer(10) as balancer:
+        model, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for _ in balancer.epochs(1):
+            for (inputs,) in shares:
+                seen += [int(value) for value in inputs.flatten()]
+                model(inputs).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return seen
+
+
+def test_a_sampler_draws_on_the_server(workers: Workers) -> None:
+    served, first, second = workers.run(train_drawn, free_port(), workers=3)
+    assert served == []
+    assert len(first) + len(second) == 40
+    assert max(first + second) < 15
+
+
+def train_recorded(recipe: Recipe, path: str) -> Any:
+    return train(recipe, policy="proportional", record=path)
+
+
+def test_a_record_holds_staleness_and_can_be_replayed(workers: Workers, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    recipe = Recipe(samples=240, epochs=3, dtype="float32")
+    workers.run(train_recorded, recipe, str(path), workers=3)
+    record = read_record(path)
+    assert record.header.mode == "async"
+    assert record.rows
+    served = record.rows[-1].served
+    assert served is not None
+    assert sum(served.updates) == sum(n for own in served.staleness for n in own.values())
+    assert served.busy_s > 0
+    assert replay(record) is None
+
+
+def _learn_oddly(model: nn.Module, optimizer: Any, scheduler: Any, shares: Any) -> None:
+    for number, (inputs, targets, _) in enumerate(shares):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        if number == 1:
+            continue
+        loss.backward()
+        if number == 2:
+            with pytest.raises(OutOfOrder, match="closure"):
+                optimizer.step(lambda: 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def learn_oddly(port: int) -> list[str]:
+    """What has no meaning with a server is said; a batch without a step is not pushed."""
+    recipe = Recipe(samples=48, epochs=1)
+    if os.environ["RANK"] == "0":
+        with as_server(port):
+            return [str(train(recipe)[2])]
+    said = []
+    with as_worker(port):
+        for odd in (
+            {"adapt": (6, 24)},
+            {"micro_batch": 3},
+            {"ddp": {"static_graph": True}},
+            {"comm_hook": max},
+        ):
+            with pytest.raises(InvalidSetting) as caught:
+                Balancer(12, **odd)
+            said.append(str(caught.value))
+        model, optimizer, _ = build(recipe)
+        loader = DataLoader(dataset(recipe), 12, shuffle=True)
+        with Balancer(12) as balancer:
+            model, optimizer, shares = balancer.prepare(model, optimizer, loader)
+            with pytest.raises(OutOfOrder, match="without a batch"):
+                optimizer.step()
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            with pytest.warns(PoiseWarning, match="BySamples"):
+                _learn_oddly(model, optimizer, scheduler, shares)
+            said.append(str(balancer.skipped))
+            assert balancer.evaluation(loader) == []
+            assert balancer.mean(3.0, 2) == 3.0
+    return said
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_what_has_no_meaning_with_a_server_is_said(workers: Workers) -> None:
+    (service,), said = workers.run(learn_oddly, free_port(), workers=2)
+    for message, word in zip(said, ("adapt", "micro_batch", "ddp", "comm_hook"), strict=False):
+        assert word in message
+    assert said[-1] == "1"
+    assert "updates=3" in service
+
+
+def test_a_mode_without_a_server_trains_alone() -> None:
+    with pytest.warns(PoiseWarning, match="trains alone"):
+        found, _, _ = _alone()
+    assert distance(found, train_plain(Recipe())) == 0
+
+
+def _alone() -> Any:
+    model, optimizer, _ = build(Recipe())
+    with Balancer(12, mode="async") as balancer:
+        loader = DataLoader(dataset(Recipe()), 12, shuffle=True)
+        shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for _ in balancer.epochs(3):
+            for inputs, targets, _ in shares:
+                nn.functional.cross_entropy(shared(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return weights(shared), [], None
+
+
+def test_a_server_that_others_can_reach_needs_a_secret() -> None:
+    with serving_as(Serving(host="0.0.0.0")), pytest.raises(InvalidSetting, match="POISE_SECRET"):
+        Balancer(12)
+
+
+def test_a_server_listens_on_loopback_only() -> None:
+    with serving_as(Serving()), Balancer(12) as balancer:
+        server: Any = balancer._training
+        assert server._door._listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_shards_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards, each stepped by itself, equal the user's optimizer as a whole."""
+    found = []
+    for size in (1, 10**9):
+        monkeypatch.setattr(parameters_module, "SHARD_BYTES", size)
+        model, optimizer, _ = build(Recipe(optimizer=kind))
+        held = Parameters([model], optimizer, most_shards=4)
+        assert (held.shards > 1) == (size == 1)
+        for step in range(5):
+            gradient = held.buffer()
+            generator = torch.Generator().manual_seed(step)
+            gradient.read(
+                [torch.randn(p.shape, generator=generator).double() for p in held.trained]
+            )
+            held.apply(gradient, [True] * 4, 0.3, workers=3, part=0.5)
+        found.append((weights(model), optimizer.state_dict()))
+    (sharded, states), (whole, expected) = found
+    assert distance(sharded, whole) == 0
+    assert str(states) == str(expected)
+
+
+def test_copies_are_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All elements of a shard are equal at any time, whoever copies while others push."""
+    monkeypatch.setattr(parameters_module, "SHARD_BYTES", 1)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(100_000)) for _ in range(2)])
+    held = Parameters([model], torch.optim.SGD(model.parameters(), 1.0), most_shards=2)
+    gradient = held.buffer()
+    gradient.read([torch.ones_like(p) for p in held.trained])
+
+    def push() -> None:
+        for _ in range(200):
+            held.apply(gradient, [True, True], 1.0, workers=1, part=1.0)
+
+    pushing = [threading.Thread(target=push) for _ in range(2)]
+    for thread in pushing:
+        thread.start()
+    mine: Flat = held.buffer()
+    while any(thread.is_alive() for thread in pushing):
+        versions, _ = held.copy(mine)
+        for view, version in zip(mine.views, versions, strict=True):
+            assert float(view.min()) == float(view.max()) == -version
+    for thread in pushing:
+        thread.join()
+    assert held.staleness((0, 0)) == 400
