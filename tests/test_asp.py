@@ -16,6 +16,7 @@ from poise.core.staleness import (
     expected_staleness,
     lowered_momentum,
     rate_factor,
+    stable_part,
     update_shares,
 )
 from poise.engine.asp import AsyncEngine, Report, Share, Tally
@@ -54,6 +55,16 @@ def test_a_push_counts_by_share_and_less_the_staler_it_is() -> None:
     assert rate_factor(0.1, staleness=0, workers=4) == 0.1
     assert rate_factor(0.1, staleness=7, workers=4) == pytest.approx(0.02)
     assert rate_factor(0.1, staleness=7, workers=4, damped=False) == 0.1
+
+
+@pytest.mark.parametrize("late", [0, 1, 4])
+def test_a_late_gradient_is_stable_up_to_a_part_of_the_step(late: int) -> None:
+    """Gradient descent on x^2 / 2, whose largest stable step is 2, with gradients that are late."""
+    for part, diverges in ((0.97, False), (1.03, True)):
+        places = [1.0] * (late + 1)
+        for _ in range(3000):
+            places.append(places[-1] - 2 * part * stable_part(late) * places[-1 - late])
+        assert (max(abs(place) for place in places[-50:]) > 1) == diverges
 
 
 @given(st.floats(0, 0.999), st.integers(1, 100))

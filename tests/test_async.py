@@ -236,7 +236,7 @@ def serve_and_fail(port: int, at_epoch: int) -> str:
             train(recipe)
         return str(caught.value)
     try:
-        with as_server(port), Balancer(12) as balancer:
+        with as_server(port, workers=2), Balancer(12) as balancer:
             model, optimizer, shares = balancer.prepare(model, optimizer, loader)
             for epoch in balancer.epochs(3):
                 for _ in shares:

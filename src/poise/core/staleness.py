@@ -9,6 +9,7 @@ Weighted by the shares, the mean staleness is n - 1 whatever the times: equal ti
 tail, not the mean.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,6 +50,18 @@ def rate_factor(share: float, staleness: float, workers: int, *, damped: bool = 
     """
     excess = max(0.0, staleness - (workers - 1)) if damped else 0.0
     return share / (1 + excess)
+
+
+def stable_part(staleness: float) -> float:
+    """Return the largest stable step with gradients that are late, relative to that without.
+
+    Gradient descent on a quadratic of curvature c, with gradients t steps late, is stable up to a
+    step of 2 sin(pi / (4 t + 2)) / c.
+
+    >>> stable_part(0), round(stable_part(1), 3), round(stable_part(4), 3)
+    (1.0, 0.5, 0.174)
+    """
+    return math.sin(math.pi / (4 * staleness + 2))
 
 
 def lowered_momentum(momentum: float, workers: int) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from poise.core.staleness import stable_part
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.messages import Push
 from poise.torch.asynchronous.parameters import Parameters, Versions
@@ -12,10 +13,16 @@ from poise.torch.asynchronous.parameters import Parameters, Versions
 @dataclass
 class _Sum:
     total: Flat
-    count: float = 0.0
+    counts: dict[int, float] = field(default_factory=dict)
+    """Of each worker."""
     present: list[bool] = field(default_factory=list)
     versions: dict[int, Versions] = field(default_factory=dict)
     """Of the weights that each worker computed with."""
+
+    @property
+    def count(self) -> float:
+        """All together."""
+        return sum(self.counts.values())
 
 
 class OpenSteps:
@@ -42,7 +49,7 @@ class OpenSteps:
                 total.add_(part, alpha=push.count)
             else:
                 torch.maximum(total, part, out=total)
-        whole.count += push.count
+        whole.counts[worker] = push.count
         whole.present = [
             known or new == "1" for known, new in zip(whole.present, push.present, strict=True)
         ]
@@ -52,8 +59,7 @@ class OpenSteps:
     def apply(self, step: int) -> dict[int, int]:
         """Make the update of a complete step; return how stale each worker's part was.
 
-        A step whose parts are stale counts for less, as a push does without a bound: late by t
-        steps, a gradient is stable at about 1 / (1 + t) of the rate only.
+        A step whose parts are stale counts for less: as much as is stable at the same curvature.
         """
         whole = self._sums.pop(step, None)
         if whole is None or not whole.count:
@@ -65,7 +71,8 @@ class OpenSteps:
             worker: self._parameters.staleness(versions)
             for worker, versions in whole.versions.items()
         }
-        factor = 1 / (1 + sum(staleness.values()) / len(staleness))
+        late = sum(staleness[worker] * count for worker, count in whole.counts.items())
+        factor = stable_part(late / whole.count)
         with torch.enable_grad():
             self._parameters.apply(whole.total, whole.present, factor, 1, 1.0)
         return staleness
