@@ -9,7 +9,7 @@ from adaptive_setup import Say, SetUpFailed
 from asynchronous_figures import Found, figures, load_notes, load_table, notes, table_of
 from asynchronous_load import Loaded, measured
 from asynchronous_runs import Amount, run, sweep
-from asynchronous_tasks import CHOICES, GLOBAL_BATCH, LEARNING_RATE, MOMENTUM, UNIFORM, speeds
+from asynchronous_tasks import CHOICES, CHOSEN_BY, GLOBAL_BATCH, LEARNING_RATE, MOMENTUM, speeds
 from figures import Figure, as_json, show
 from rich.console import Console
 from workers import end_on_sigterm
@@ -84,9 +84,9 @@ def _amount(arguments: argparse.Namespace) -> Amount:
 
 
 def _choose(amount: Amount, say: Say) -> None:
-    results = sweep(amount, CHOICES, UNIFORM, say)
-    rate, momentum, trained = max(results, key=lambda each: each[2].final)
-    print(f"best: learning rate {rate:g}, momentum {momentum:g}, accuracy {trained.final:.2%}")
+    results = sweep(amount, CHOICES, CHOSEN_BY, say)
+    rate, momentum, mean = max(results, key=lambda each: each[2])
+    print(f"best: learning rate {rate:g}, momentum {momentum:g}, mean accuracy {mean:.2%}")
 
 
 def _loads(say: Say, *, quick: bool) -> list[Loaded]:

@@ -68,7 +68,7 @@ class _Keeping:
     def __init__(self, server: Server, kept: Kept) -> None:
         self._server, self._kept = server, kept
 
-    def step(self) -> None:
+    def follow(self) -> None:
         """Keep the weights if that is due."""
         if self._kept.due(self._server.samples):
             self._kept.keep(self._server.samples, _service(self._server))

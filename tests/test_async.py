@@ -25,7 +25,15 @@ from poise.torch.asynchronous.parameters import Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
 from poise.torch.asynchronous.server import Server
 from tests.cluster import Workers
-from tests.training import Recipe, build, dataset, distance, train_plain, weights
+from tests.training import (
+    Recipe,
+    build,
+    dataset,
+    distance,
+    plain_batches,
+    train_plain,
+    weights,
+)
 
 QUIET = "ignore:updates of workers that do not wait"
 
@@ -104,6 +112,46 @@ def train_together(recipe: Recipe, mode: Any) -> Any:
     return train(recipe, mode=mode)
 
 
+def accumulate(recipe: Recipe, port: int) -> Any:
+    """Two batches to a step, with a plain loop."""
+    if os.environ["RANK"] == "0":
+        with as_server(port):
+            return train(recipe)[0]
+    model, optimizer, _ = build(recipe)
+    with as_worker(port), Balancer(recipe.global_batch) as balancer:
+        loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+        model, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        batches = 0
+        for _ in balancer.epochs(recipe.epochs):
+            for inputs, targets, _ in shares:
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+                batches += 1
+                if batches % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return batches
+
+
+def accumulate_plainly(recipe: Recipe) -> Any:
+    model, optimizer, _ = build(recipe)
+    inputs, targets, _ = dataset(recipe).tensors  # type: ignore[attr-defined]
+    for number, batch in enumerate(plain_batches(recipe), start=1):
+        nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_gradients_that_a_loop_adds_up_are_pushed_once(workers: Workers) -> None:
+    recipe = Recipe(samples=60, epochs=2)
+    served, batches = workers.run(accumulate, recipe, free_port(), workers=2)
+    (plain,) = workers.run(accumulate_plainly, recipe, workers=1)
+    assert batches == 10
+    assert distance(served, plain) == 0
+
+
 @pytest.mark.parametrize(
     "mode", [Async(), Async(ahead=True), Stale(2)], ids=["async", "ahead", "stale"]
 )
@@ -167,6 +215,10 @@ def train_among_strangers(recipe: Recipe, port: int) -> Any:
             with pytest.raises((Disagreement, InvalidSetting)) as caught:
                 _prepare_only(other, **{"global_batch": 12, **stated})
             refused.append(str(caught.value))
+    with as_worker(port), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poise.torch.asynchronous.worker.__version__", "9.9")
+        with pytest.raises(Disagreement, match=r"9\.9"):
+            Balancer(12)
     with as_worker(port, "a word"), pytest.raises(Disagreement, match="POISE_SECRET"):
         Balancer(12)
     for garbage in (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b"poise-1\n" + b"\xff" * 5000):

@@ -24,7 +24,8 @@ HOW_TO = Path(__file__).parent.parent / "docs" / "how-to"
 SHARES = (5, 2)
 PAGES = sorted(page.stem for page in HOW_TO.glob("*.md"))
 SAME = sorted(
-    set(PAGES) - {"streams", "plan", "policies", "records", "balance", "watch", "adaptive"}
+    set(PAGES)
+    - {"streams", "plan", "policies", "records", "balance", "watch", "adaptive", "asynchronous"}
 )
 """Pages whose training does not depend on the number of workers; some train nothing."""
 ROUNDED = {"ddp-options": 2e-2, "mixed-precision": 2e-2}
@@ -179,6 +180,21 @@ def test_the_global_batch_of_a_page_follows_its_noise(workers: Workers, number: 
     assert found[0][1].estimates > 0
     assert all(noise is None for _, noise, _ in found[1:])
     assert len({effective for _, _, effective in found}) == 1
+
+
+def served() -> Weights:
+    """Run the page's script; worker 0 is the server."""
+    names: dict[str, Any] = {}
+    exec(blocks("asynchronous")[0], names)
+    names["balancer"].close()
+    return {**weights(names["model"]), "loss": torch.tensor(names.get("loss", 0.0))}
+
+
+@pytest.mark.filterwarnings("ignore:mode=.*trains alone")
+def test_the_page_about_servers_trains_with_one(workers: Workers) -> None:
+    server, *_ = workers.run(served, workers=3)
+    (alone,) = workers.run(served, workers=1)
+    assert server["loss"] < 2 * alone["loss"] < 0.4
 
 
 def compressed_with_state() -> Weights:

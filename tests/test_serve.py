@@ -182,7 +182,7 @@ def test_the_invitation_names_an_address_that_workers_can_reach() -> None:
         (["--save", "no/such/place", "SCRIPT"], "in a directory that is not there"),
         (["--save", ".", "SCRIPT"], "is a directory"),
         (["--host", "0.0.0.0", "SCRIPT"], "set POISE_SECRET"),
-        (["--port", "PORT", "SCRIPT"], "Address already in use; choose another with --host or"),
+        (["--port", "PORT", "SCRIPT"], "Address already in use; choose another address or port"),
         (["--port", "0", "SCRIPT"], "ended without Balancer.prepare"),
         (["missing.py"], "there is no script missing.py"),
         ([], "serve needs a script"),

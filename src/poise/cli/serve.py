@@ -155,21 +155,10 @@ def _check_save(save: str | None, every_s: float | None) -> None:
 
 def _check_address(host: str, port: int) -> None:
     """Raise unless the server can listen there, before the script has loaded its data."""
-    from poise.torch.asynchronous.door import check_secret
+    from poise.torch.asynchronous.door import check_secret, listening
 
     check_secret(host, shared_secret(), loopback=_is_loopback(host))
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise InvalidSetting(
-            f"the server cannot listen on {host}:{port}: {_why(error)}; choose another with "
-            "--host or --port"
-        ) from None
-
-
-def _why(error: OSError) -> str:
-    """Return what the system says, without the address, which Python repeats."""
-    return str(error.strerror).partition(" (while")[0]
+    listening(host, port).close()
 
 
 def _is_loopback(host: str) -> bool:

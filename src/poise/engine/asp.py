@@ -280,32 +280,35 @@ class AsyncEngine:
         One that is not finite is dropped, and its samples count as pushed all the same: what is
         wrong with them would be wrong again.
         """
+        engine = self.accounted(worker, numbers)
+        updates = finite and not isinstance(self.mode, Stale)
+        place = engine._place(worker)
+        member = engine.members[place]
+        tally = _updated(member.tally, staleness) if updates else member.tally
+        tally = replace(tally, dropped=tally.dropped + (not finite))
+        engine = revised(engine, updates=self.updates + updates)
+        return engine._with(place, revised(member, tally=tally))
+
+    def accounted(self, worker: int, numbers: Sequence[int]) -> "AsyncEngine":
+        """Some of a worker's local batches count as pushed: now, or with its next push.
+
+        With a bound they count when the step is applied that they are part of.
+        """
         place = self._place(worker)
         member = self.members[place]
         shares = self.shares(worker, numbers)
         pool, groups, samples = self.pool, dict(self.groups), 0
-        bounded = isinstance(self.mode, Stale)
         for share in shares:
-            if bounded:
+            if isinstance(self.mode, Stale):
                 group = groups[share.step]
                 arrived = {**group.arrived, worker: share.number}
                 groups[share.step] = replace(group, arrived=arrived)
             else:
                 pool, samples = pool.push(share.number), samples + share.samples
-        updates = finite and not bounded
-        tally = replace(
-            _updated(member.tally, staleness) if updates else member.tally,
-            samples=member.tally.samples + sum(share.samples for share in shares),
-            dropped=member.tally.dropped + (not finite),
-        )
+        own = sum(share.samples for share in shares)
+        tally = replace(member.tally, samples=member.tally.samples + own)
         out = tuple(share for share in member.out if share not in shares)
-        engine = revised(
-            self,
-            pool=pool,
-            groups=groups,
-            samples=self.samples + samples,
-            updates=self.updates + updates,
-        )
+        engine = revised(self, pool=pool, groups=groups, samples=self.samples + samples)
         return engine._with(place, revised(member, out=out, tally=tally))
 
     def shares(self, worker: int, numbers: Sequence[int]) -> tuple[Share, ...]:
@@ -353,22 +356,27 @@ class AsyncEngine:
         tally = replace(member.tally, waited_s=member.tally.waited_s + seconds)
         return self._with(place, revised(member, tally=tally))
 
-    def unused(self, worker: int, epoch: int) -> "AsyncEngine":
+    def unused(self, worker: int, epoch: int, kept: Sequence[int] = ()) -> "AsyncEngine":
         """A worker begins to take batches of an epoch: what it was given before is free again.
 
-        Its parts of steps that others have begun wait for it, unless it is done with this epoch.
+        What it has computed, to be pushed later, is kept. Its parts of steps that others have
+        begun wait for it, unless it is done with this epoch.
         """
         place = self._place(worker)
         member, pool, groups = self.members[place], self.pool, dict(self.groups)
-        back = member.unpushed if epoch > self.epoch else member.out
+        given = member.unpushed if epoch > self.epoch else member.out
+        back = tuple(share for share in given if share.number not in kept)
         for share in back:
             pool = pool.give_back(share.number)
             if share.step in groups:
                 groups[share.step] = groups[share.step].without(worker)
-        kept = {step: group for step, group in groups.items() if not group.empty()}
-        engine = revised(self, pool=pool, groups=kept)
-        cut = tuple(share for share in member.cut if share not in back)
-        return engine._with(place, revised(member, out=(), cut=cut))
+        groups = {step: group for step, group in groups.items() if not group.empty()}
+        engine = revised(self, pool=pool, groups=groups)
+        out, cut = (
+            tuple(share for share in shares if share not in back)
+            for shares in (member.out, member.cut)
+        )
+        return engine._with(place, revised(member, out=out, cut=cut))
 
     def reported(self, worker: int, report: Report) -> tuple[Round | None, "AsyncEngine"]:
         """A worker tells what it measured; once all have, the local batches are thought over."""

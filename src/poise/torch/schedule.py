@@ -40,13 +40,19 @@ class BySamples:
         self._effective = effective
         self._steps = self._due()
         """Steps that the scheduler has made, or that lie before its beginning."""
-        balancer._training.follow(self)
+        self._served = balancer._training.follow(self)
+        """Whether a server calls follow, and calls of step mean nothing."""
 
     def step(self) -> None:
         """Follow the samples consumed so far; call it after every optimizer.step().
 
         With a server, it is the server's schedule that counts, and follows by itself.
         """
+        if not self._served:
+            self.follow()
+
+    def follow(self) -> None:
+        """Make the steps that are due."""
         due = self._due()
         for _ in range(due - self._steps):
             self.scheduler.step()
@@ -59,6 +65,8 @@ class BySamples:
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rates now in use."""
+        if self._served:  # as the server said them
+            return [float(group["lr"]) for group in self.scheduler.optimizer.param_groups]
         rates: list[float] = self.scheduler.get_last_lr()
         return rates
 

@@ -305,8 +305,9 @@ class Synchronous:
         for rates, way in zip(self._rates, ramps, strict=False):
             rates.resume(way)
 
-    def follow(self, schedule: Any) -> None:
-        """The user's own loop steps it."""
+    def follow(self, schedule: Any) -> bool:
+        """Leave it to the user's own loop, which steps it."""
+        return False
 
     def close(self) -> None:
         """Wait for the other workers to be done, and free what this training holds."""

@@ -110,14 +110,19 @@ class Desk:
         """Give a worker its first local batches of an epoch, or more after all were given."""
         with self._state:
             self._skip(guest, asked.skipped)
-            self.engine = self.engine.unused(guest.worker, asked.epoch)
+            self.engine = self.engine.unused(guest.worker, asked.epoch, asked.kept)
             self._apply_steps()
             self._state.notify_all()
             shares: list[Share] = []
+            kept = asked.kept
             while self.ended is None and self.engine.epoch <= asked.epoch and not shares:
                 if self.is_open and self.engine.epoch == asked.epoch:
                     shares = self._draw(guest, asked.wanted)
-                if not shares:
+                if not shares and kept:  # the epoch would wait for a push that waits for the next
+                    self.engine = self.engine.accounted(guest.worker, kept)
+                    self._apply_steps()
+                    kept = ()
+                elif not shares:
                     self._look_after(guest)
             if not shares:
                 self.tell_no_more(guest)

@@ -33,14 +33,7 @@ class Door:
     def __init__(
         self, host: str, port: int, secret: bytes | None, meet: Callable[[Link, About], None]
     ) -> None:
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family)
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)
-            raise InvalidSetting(
-                f"the server cannot listen on {host}:{port}: {why}; choose another address or port"
-            ) from None
+        self._listener = listening(host, port)
         self._secret = secret
         self._meet = meet
         self._strangers = threading.BoundedSemaphore(_STRANGERS)
@@ -93,6 +86,18 @@ class Door:
         finally:
             self._links.discard(link)
             link.close()
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, or raise."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise InvalidSetting(
+            f"the server cannot listen on {host}:{port}: {why}; choose another address or port"
+        ) from None
 
 
 def check_secret(host: str, secret: bytes | None, *, loopback: bool) -> None:

@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class ServerExchange:
         self._meter = meter
         self._waits = waits
         self._thread = ThreadPoolExecutor(1, "poise-exchange") if ahead else None
-        self._travelling: Future[Weights] | None = None
+        self._traveling: Future[Weights] | None = None
         self._arrived: Weights | None = None
         """Weights that are here and not yet taken over."""
         self._shares_at_once = shares_at_once + ahead
@@ -97,17 +97,17 @@ class ServerExchange:
     def begin(self, *, new_pass: bool) -> bool:
         """Ask for local batches; False: the epoch, or the training, is over.
 
-        A batch that the loop left without a step comes again if it begins a new pass, and is
-        skipped if it went on to the next one.
+        A batch that the loop did nothing with comes again if it begins a new pass, and is skipped
+        if it went on to the next one.
         """
-        if self._backwards.backwards or not new_pass:
-            self._settle()
-        self._await_travelling()
+        self._settle(leaving=new_pass)
+        self._await_traveling()
         self._arrived = None  # newer weights follow
         self._meter.disturb()
         self._shares.clear()
-        asked = Begin(self.epoch, self._shares_at_once, tuple(self._skipped))
-        self._skipped, self._under_way = [], []
+        kept = tuple(handed.number for handed in self._under_way)
+        asked = Begin(self.epoch, self._shares_at_once, tuple(self._skipped), kept)
+        self._skipped = []
         with self._watch("asking for samples"):
             self._link.say(asked)
             answer = self._link.listen()
@@ -119,13 +119,14 @@ class ServerExchange:
                 return True
             case NoMore():
                 self.epoch, self.done = answer.epoch, answer.done
+                self._under_way = []  # what is added up is pushed with the next epoch's first
                 return False
         raise Disagreement(f"the server answered with {type(answer).__name__}")
 
     def next_share(self) -> Handed | None:
         """Return the next local batch to fetch; None: this pass has no more."""
         if not self._shares:
-            self._await_travelling()
+            self._await_traveling()
         return self._shares.popleft() if self._shares else None
 
     def loading(self) -> AbstractContextManager[None]:
@@ -134,7 +135,7 @@ class ServerExchange:
 
     def hand_out(self, handed: Handed, count: float) -> None:
         """The loader yields a local batch."""
-        self._settle()
+        self._settle(leaving=False)
         self._warn_of_scheduler()
         self._under_way.append(handed)
         self._backwards.backwards = 0
@@ -164,7 +165,7 @@ class ServerExchange:
                 "optimizer.step() ran without a batch from the prepared loader; take batches "
                 "from the loader that prepare returned"
             )
-        self._await_travelling()
+        self._await_traveling()
         push = self._read_gradient()
         self._under_way, self._skipped = [], []
         if self._thread is None:
@@ -174,7 +175,7 @@ class ServerExchange:
         else:
             if self._arrived is not None:
                 self._take(self._arrived)
-            self._travelling = self._thread.submit(self._exchange, push)
+            self._traveling = self._thread.submit(self._exchange, push)
         bucket = self._meter.ready(first=True)
         if bucket is not None:
             self._meter.done(bucket)
@@ -191,11 +192,9 @@ class ServerExchange:
 
     def leave(self) -> None:
         """Tell the server that this worker leaves."""
-        try:
-            self._await_travelling()
+        with suppress(*_GONE, Disagreement):  # it may have left before
+            self._await_traveling()
             self._link.say(Leave())
-        except (*_GONE, Disagreement):
-            pass  # it has left before
         self.close()
 
     def close(self) -> None:
@@ -231,13 +230,13 @@ class ServerExchange:
         self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._arrived = None
 
-    def _await_travelling(self) -> None:
+    def _await_traveling(self) -> None:
         """Wait for an exchange that overlaps with computing, if there is one."""
-        if self._travelling is None:
+        if self._traveling is None:
             return
         start_s = time.perf_counter()
-        travelling, self._travelling = self._travelling, None
-        self._arrived = travelling.result()
+        traveling, self._traveling = self._traveling, None
+        self._arrived = traveling.result()
         waited_s = time.perf_counter() - start_s
         self._waits.seconds += min(waited_s, self._arrived.queued_s)
 
@@ -286,11 +285,15 @@ class ServerExchange:
             only(seen.memory_limit_bytes),
         )
 
-    def _settle(self) -> None:
-        """Find out what became of a batch that no optimizer step followed.
+    def _settle(self, *, leaving: bool) -> None:
+        """Find out what became of batches that no optimizer step followed.
 
-        If its gradient is still there, the next one is added to it; if not, it was thrown away.
+        Gradients that are still there are pushed with the next one; others were thrown away. A
+        batch without a backward has none: the loop skipped it, or it left the pass.
         """
+        if self._under_way and not self._backwards.backwards:
+            last = self._under_way.pop()
+            self._skipped += [] if leaving else [last.number]
         if self._under_way and not is_usable([p.grad for p in self._trained]):
             self._skipped += [handed.number for handed in self._under_way]
             self._under_way = []

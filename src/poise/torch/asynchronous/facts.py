@@ -54,7 +54,7 @@ def check_servable(optimizers: Sequence[Optimizer], loader: DataLoader[Any]) -> 
 class Schedule(Protocol):
     """A schedule of learning rates that can be saved; `BySamples` is one."""
 
-    def step(self) -> None:
+    def follow(self) -> None:
         """Follow the samples."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -28,6 +28,8 @@ class Begin:
     """How many local batches, as its loader runs ahead."""
     skipped: tuple[int, ...]
     """Local batches that it computed and whose gradient it threw away."""
+    kept: tuple[int, ...]
+    """Others that it has computed, whose gradients are added up and pushed later."""
 
 
 @dataclass(frozen=True)

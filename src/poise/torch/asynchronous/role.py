@@ -115,6 +115,12 @@ def _launched(mode: Async | Stale, launch: Launch) -> Role:
     if launch.worker:
         address = store.get(_ADDRESS).decode()
         return Role("worker", mode, address=address, number=launch.worker)
+    warnings.warn(
+        f"worker 0 of the launcher is the server, and {launch.workers - 1} workers train; torchrun "
+        "ends all of them when one dies: use `poise serve` where workers come and go",
+        PoiseWarning,
+        stacklevel=4,
+    )
     host = launch.address.rpartition(":")[0]
     serving = Serving(
         host=LOOPBACK if is_loopback(host) else host,

@@ -210,12 +210,13 @@ class Server:
         self._orders.expect(loaded.epoch, loaded.pool.position, state.get("drawn", ""))
         desk.engine = loaded
 
-    def follow(self, schedule: Schedule) -> None:
-        """Let a schedule's rate follow the samples: it steps before each update."""
+    def follow(self, schedule: Schedule) -> bool:
+        """Let a schedule follow the samples before each update, whatever the script calls."""
         if self._saved_schedules:
             schedule.load_state_dict(self._saved_schedules.pop(0))
         self._schedules.append(schedule)
-        self._prepared("a schedule").before_update.append(schedule.step)
+        self._prepared("a schedule").before_update.append(schedule.follow)
+        return True
 
     def close(self) -> None:
         """Tell the workers that it is done, and let go of everything."""

@@ -185,8 +185,9 @@ class JoinedWorker:
         """Do nothing: the server's place counts."""
         self._prepared("load_state_dict")
 
-    def follow(self, schedule: Schedule) -> None:
-        """The server's own schedule follows the samples."""
+    def follow(self, schedule: Schedule) -> bool:
+        """Leave it where it is: the server's own follows the samples."""
+        return True
 
     def close(self) -> None:
         """Leave the server."""
