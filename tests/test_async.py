@@ -39,14 +39,21 @@ QUIET = "ignore:updates of workers that do not wait"
 
 
 def train(
-    recipe: Recipe, *, mode: Any = "async", by_samples: bool = False, **stated: Any
+    recipe: Recipe,
+    *,
+    mode: Any = "async",
+    by_samples: bool = False,
+    loader_workers: int = 0,
+    **stated: Any,
 ) -> tuple[dict[str, Tensor], list[int], Any]:
     """Train as a script does; return the weights, the samples seen here, and what was served."""
     model, optimizer, _ = build(recipe)
     seen: list[int] = []
     with warnings.catch_warnings(), Balancer(recipe.global_batch, mode=mode, **stated) as balancer:
         warnings.simplefilter("ignore", PoiseWarning)
-        loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+        loader = DataLoader(
+            dataset(recipe), recipe.global_batch, shuffle=True, num_workers=loader_workers
+        )
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         schedule: Any = None
         if by_samples:
@@ -79,6 +86,19 @@ def test_one_worker_equals_plain_training_exactly(workers: Workers, recipe: Reci
     (plain,) = workers.run(train_plain, recipe, workers=1)  # with as many threads
     assert distance(served, plain) == 0
     assert Counter(seen) == Counter(list(range(recipe.samples)) * recipe.epochs)
+
+
+def train_ahead_of_the_loop(recipe: Recipe, mode: Any) -> Any:
+    return train(recipe, mode=mode, loader_workers=2)
+
+
+@pytest.mark.parametrize("mode", ["async", "stale:1"])
+def test_a_loader_that_runs_ahead_uses_every_sample_once(workers: Workers, mode: str) -> None:
+    recipe = Recipe(samples=100)
+    (_, _, service), *others = workers.run(train_ahead_of_the_loop, recipe, mode, workers=3)
+    seen = sum((Counter(seen) for _, seen, _ in others), Counter())
+    assert seen == Counter(list(range(100)) * recipe.epochs)
+    assert service.epoch == recipe.epochs
 
 
 def train_by_samples(recipe: Recipe) -> dict[str, Tensor]:
@@ -532,6 +552,8 @@ def test_shards_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         held = Parameters([model], optimizer, most_shards=4)
         assert (held.shards > 1) == (size == 1)
         for step in range(5):
+            if step == 3:  # a resume puts another state in the place of the one before
+                optimizer.load_state_dict(optimizer.state_dict())
             gradient = held.buffer()
             generator = torch.Generator().manual_seed(step)
             gradient.read(

@@ -131,7 +131,7 @@ def let_in(end: socket.socket, secret: bytes | None) -> tuple[Link, About] | Non
             return link, about
         link.close()
         return None
-    except (OSError, EOFError, Disagreement):
+    except (OSError, EOFError, ValueError, RuntimeError, Disagreement):  # whatever it may send
         link.close()
         return None
 

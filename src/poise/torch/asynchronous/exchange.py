@@ -195,7 +195,6 @@ class ServerExchange:
         with suppress(*_GONE, Disagreement):  # it may have left before
             self._await_traveling()
             self._link.say(Leave())
-        self.close()
 
     def close(self) -> None:
         """Let go of the connection."""

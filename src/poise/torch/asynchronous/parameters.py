@@ -197,6 +197,7 @@ def _stepper(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, whole:
 @contextmanager
 def _adjusted(stepper: Optimizer, users: Optimizer, factor: float, workers: int) -> Iterator[None]:
     """Let an optimizer step with the user's settings of now, adjusted; then they are back."""
+    stepper.state = users.state  # which is another one after load_state_dict
     kept = [dict(group) for group in stepper.param_groups]
     for group, stated in zip(stepper.param_groups, users.param_groups, strict=True):
         group.update({key: value for key, value in stated.items() if key != "params"})

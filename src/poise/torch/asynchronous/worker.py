@@ -16,7 +16,7 @@ from poise import __version__
 from poise.core.batch import steps_per_epoch
 from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
-from poise.environment import shared_secret
+from poise.environment import local_workers, shared_secret
 from poise.errors import Disagreement, InvalidSetting, OutOfOrder, ServerLost
 from poise.lab.line import tell_prepared, tell_step
 from poise.torch.asynchronous.door import knock
@@ -30,7 +30,7 @@ from poise.torch.asynchronous.facts import (
     own_mean,
 )
 from poise.torch.asynchronous.flat import Flat
-from poise.torch.asynchronous.messages import About, Handed
+from poise.torch.asynchronous.messages import About, Handed, Weights
 from poise.torch.asynchronous.parameters import everything, statistics
 from poise.torch.asynchronous.role import Role
 from poise.torch.checks import as_list, check_loader, check_models, check_optimizers, length_of
@@ -82,14 +82,12 @@ class JoinedWorker:
     @property
     def plan(self) -> Plan:
         """The split as the server last told it."""
-        news = None if self._exchange is None else self._exchange.news
-        return Plan((self._settings.global_batch,) if news is None else news.split)
+        return Plan((self._settings.global_batch,) if self._news is None else self._news.split)
 
     @property
     def samples(self) -> int:
         """Pushed so far, over all workers, as the server last told it."""
-        news = None if self._exchange is None else self._exchange.news
-        return 0 if news is None else news.samples
+        return 0 if self._news is None else self._news.samples
 
     @property
     def effective_samples(self) -> float:
@@ -99,14 +97,12 @@ class JoinedWorker:
     @property
     def learning_rate_factor(self) -> float:
         """What the rate of this worker's last push was multiplied by."""
-        news = None if self._exchange is None else self._exchange.news
-        return 1.0 if news is None else news.factor
+        return 1.0 if self._news is None else self._news.factor
 
     @property
     def skipped(self) -> int:
         """Pushes of this worker that were dropped."""
-        news = None if self._exchange is None else self._exchange.news
-        return 0 if news is None else news.dropped
+        return 0 if self._news is None else self._news.dropped
 
     def prepare(self, model: Any, optimizer: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
         """Join the training: the server must have the same model, optimizer and data."""
@@ -133,7 +129,7 @@ class JoinedWorker:
         self._link.receive(whole.bytes)
         whole.write(everything(models))
         waits = Waits()
-        memory = Guard(memory_of(device, sharers=1))
+        memory = Guard(memory_of(device, sharers=local_workers() or 1))
         self._exchange = exchange = ServerExchange(
             self._link,
             self._address,
@@ -191,21 +187,25 @@ class JoinedWorker:
 
     def close(self) -> None:
         """Leave the server."""
-        for hook in self._hooks:
-            hook.remove()
         if self._exchange is not None:
             self._exchange.leave()
-        else:
-            self._link.close()
+        self._let_go()
 
     def fail(self, error: BaseException, *, leave: bool = True) -> None:
         """End the connection, from which the server knows that this worker is gone."""
+        self._let_go()
+
+    def _let_go(self) -> None:
         for hook in self._hooks:
             hook.remove()
         if self._exchange is not None:
             self._exchange.close()
-        else:
-            self._link.close()
+        self._link.close()
+
+    @property
+    def _news(self) -> Weights | None:
+        """What the server said last."""
+        return None if self._exchange is None else self._exchange.news
 
     def _prepared(self, call: str) -> ServerExchange:
         if self._exchange is None:
