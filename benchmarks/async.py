@@ -5,9 +5,10 @@ most three minutes: levels 1 and 8, one seed, fewer samples, a small server part
 same. All takes about 45 minutes.
 
 **Task.** Fashion-MNIST, a small convolutional network (0.1 million parameters), SGD with momentum.
-Learning rate and momentum are chosen by `--choose` at heterogeneity level 1 alone, with a seed of
-its own, by the mean accuracy of uniform, stale and sync after all samples. A training is one pass over as many samples as
-are chosen by its seed, the same ones in all ways of training.
+Learning rate and momentum are chosen by `--choose` at heterogeneity level 1 alone, uniform, with
+seeds of its own, by accuracy after all samples: the smallest rate within one standard deviation of
+the best. A training is one pass over as many samples as are chosen by its seed, the same ones in
+all ways of training.
 
 **Cluster.** Four workers under CPU quotas in the core ratios of OmniLearn's heterogeneity levels 1,
 2, 4 and 8 (slowest to fastest 1 to level), scaled to 1.35 cores in all, one torch thread each, and

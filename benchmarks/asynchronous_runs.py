@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -190,23 +189,23 @@ def run(amount: Amount, say: Say) -> Runs:
 
 
 def sweep(
-    amount: Amount, choices: Sequence[tuple[float, float]], kinds: Sequence[str], say: Say
-) -> list[tuple[float, float, float]]:
-    """Train with several learning rates and momentums at the first level.
+    amount: Amount, choices: Sequence[tuple[float, float]], kind: str, say: Say
+) -> list[tuple[float, float, list[float]]]:
+    """Train with several learning rates and momentums, in one way, at the first level.
 
-    Returns each with its mean accuracy over the kinds of training.
+    Returns each with its accuracy for every seed.
     """
     results = []
     with started(say) as (field, data):
         for rate, momentum in choices:
             finals = []
-            for kind in kinds:
-                turn = _turn(amount, kind, amount.seeds[0])
+            for seed in amount.seeds:
+                turn = _turn(amount, kind, seed)
                 turn = replace(turn, learning_rate=rate, momentum=momentum)
                 trained = tested(field.train(turn, amount.levels[0]), data, amount)
                 finals.append(trained.final)
-                say(f"learning rate {rate:g}, momentum {momentum:g}, {kind}: {_summary(trained)}")
-            results.append((rate, momentum, statistics.mean(finals)))
+                say(f"learning rate {rate:g}, momentum {momentum:g}: {_summary(trained)}")
+            results.append((rate, momentum, finals))
     return results
 
 

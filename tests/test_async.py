@@ -35,7 +35,7 @@ from tests.training import (
     weights,
 )
 
-QUIET = "ignore:updates of workers that do not wait"
+QUIET = "ignore:updates of . workers that do not wait"
 
 
 def train(
@@ -176,7 +176,7 @@ def test_gradients_that_a_loop_adds_up_are_pushed_once(workers: Workers) -> None
     "mode", [Async(), Async(ahead=True), Stale(2)], ids=["async", "ahead", "stale"]
 )
 def test_workers_together_push_every_sample_once_and_learn(workers: Workers, mode: Any) -> None:
-    recipe = Recipe(samples=240, epochs=4, dtype="float32")
+    recipe = Recipe(samples=240, epochs=8, dtype="float32")
     (served, _, service), *others = workers.run(train_together, recipe, mode, workers=4)
     seen = sum((Counter(seen) for _, seen, _ in others), Counter())
     assert seen == Counter(list(range(recipe.samples)) * recipe.epochs)
@@ -263,6 +263,30 @@ def test_strangers_are_refused_with_a_reason_and_disturb_nobody(workers: Workers
     expected = ["global_batch is 13", "seed", "stale:3", "POISE_SERVER", "parameter", "length"]
     for message, word in zip(refused, expected, strict=True):
         assert word in message
+
+
+def train_with_a_secret(recipe: Recipe, port: int) -> Any:
+    """The server has a secret; a worker without it, with another, and with the same one."""
+    if os.environ["RANK"] == "0":
+        os.environ["POISE_SECRET"] = "open sesame"
+        try:
+            with as_server(port):
+                return train(recipe)
+        finally:
+            del os.environ["POISE_SECRET"]
+    with as_worker(port), pytest.raises(Disagreement, match="wants a secret"):
+        Balancer(recipe.global_batch)
+    with as_worker(port, "open barley"), pytest.raises(Disagreement, match="is not the server's"):
+        Balancer(recipe.global_batch)
+    with as_worker(port, "open sesame"):
+        return train(recipe)
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_a_secret_opens_the_door(workers: Workers) -> None:
+    recipe = Recipe(epochs=1)
+    _, (_, seen, _) = workers.run(train_with_a_secret, recipe, free_port(), workers=2)
+    assert sorted(seen) == list(range(recipe.samples))
 
 
 def train_with_bad_gradients(recipe: Recipe, port: int) -> Any:
@@ -559,7 +583,7 @@ def test_shards_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
             gradient.read(
                 [torch.randn(p.shape, generator=generator).double() for p in held.trained]
             )
-            held.apply(gradient, [True] * 4, 0.3, workers=3, part=0.5)
+            held.apply(gradient, [True] * 4, 0.3, staleness=2, part=0.5)
         found.append((weights(model), optimizer.state_dict()))
     (sharded, states), (whole, expected) = found
     assert distance(sharded, whole) == 0
@@ -576,7 +600,7 @@ def test_copies_are_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def push() -> None:
         for _ in range(200):
-            held.apply(gradient, [True, True], 1.0, workers=1, part=1.0)
+            held.apply(gradient, [True, True], 1.0, staleness=0, part=1.0)
 
     pushing = [threading.Thread(target=push) for _ in range(2)]
     for thread in pushing:

@@ -64,21 +64,22 @@ def stable_part(staleness: float) -> float:
     return math.sin(math.pi / (4 * staleness + 2))
 
 
-def lowered_momentum(momentum: float, workers: int) -> float:
-    """Return the explicit momentum that goes with the implicit one of asynchrony.
+def lowered_momentum(momentum: float, staleness: float) -> float:
+    """Return the explicit momentum that goes with the implicit one of stale gradients.
 
     Momentum m makes a gradient act m / (1 - m) updates late on average, and so does a staleness
-    of as many updates (Mitliagkas et al., "Asynchrony begets momentum", 2016: n workers act like
-    a momentum of 1 - 1/n). Both together are to be as late as the user chose.
+    of as many updates (Mitliagkas et al., "Asynchrony begets momentum", 2016: n workers, whose
+    mean staleness is n - 1, act like a momentum of 1 - 1/n). Both together are to be as late as
+    the user chose.
 
-    >>> lowered_momentum(0.9, workers=1), round(lowered_momentum(0.9, workers=4), 3)
+    >>> lowered_momentum(0.9, staleness=0), round(lowered_momentum(0.9, staleness=3), 3)
     (0.9, 0.857)
-    >>> lowered_momentum(0.9, workers=16)
+    >>> lowered_momentum(0.9, staleness=15)
     0.0
     """
-    if workers == 1 or not 0 < momentum < 1:
+    if not staleness or not 0 < momentum < 1:
         return momentum
-    late = max(0.0, momentum / (1 - momentum) - (workers - 1))
+    late = max(0.0, momentum / (1 - momentum) - staleness)
     return late / (1 + late)
 
 

@@ -20,7 +20,7 @@ from poise.records import Recorder
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import Begin, Handed, NoMore, Push, Weights
-from poise.torch.asynchronous.parameters import Parameters
+from poise.torch.asynchronous.parameters import Parameters, momentum_notice
 from poise.torch.asynchronous.service import ServedWorker, Service
 from poise.torch.asynchronous.steps import OpenSteps
 
@@ -94,7 +94,11 @@ class Desk:
             self._guests[guest.worker] = guest
             self._record(decided)
             self._state.notify_all()
+            workers = len(self.engine.members)
         _log.info("worker %d is here: %s", guest.worker, guest.label)
+        notice = momentum_notice(self.engine.mode, self.parameters.optimizer, workers)
+        if notice and decided is not None:  # those that were expected are known before
+            _log.warning("%s", notice)
 
     def leave(self, guest: Guest) -> None:
         """A worker is gone; what it has not pushed is handed to others."""
@@ -133,8 +137,7 @@ class Desk:
     def push(self, guest: Guest, push: Push) -> None:
         """Take a worker's gradient, and give it new weights and its next local batch."""
         parameters = self.parameters
-        if len(push.present) != len(parameters.trained) or len(push.versions) != parameters.shards:
-            raise Disagreement(f"worker {guest.worker} pushed the gradient of another model")
+        push.check(len(parameters.trained), parameters.versions)
         guest.link.receive(guest.gradient.bytes)
         if isinstance(self.ended, str):
             self.tell_no_more(guest)
@@ -219,7 +222,7 @@ class Desk:
         with self._state:
             while self._paused:
                 self._state.wait()
-            engine, workers = self.engine, len(self.engine.members)
+            engine, others = self.engine, len(self.engine.members) - 1
             share = engine.shares(guest.worker, push.numbers)[-1]
             staleness = self.parameters.staleness(push.versions)
             guest.factor = engine.factor(share, staleness)
@@ -232,7 +235,7 @@ class Desk:
             if finite:
                 with _own_errors():
                     queued_s += self.parameters.apply(
-                        guest.gradient, present, guest.factor, workers, share.part
+                        guest.gradient, present, guest.factor, others, share.part
                     )
         finally:
             with self._state:

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from poise.core.staleness import lowered_momentum
+from poise.engine.modes import Async, Stale
 from poise.torch.asynchronous.flat import Flat
 
 SHARD_BYTES = 8 * 1024**2
@@ -48,6 +49,18 @@ def everything(models: Sequence[nn.Module]) -> list[Tensor]:
     return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
 
 
+def momentum_notice(mode: Async | Stale, optimizer: Optimizer, workers: int) -> str:
+    """Say that explicit momentum is lowered, before anybody wonders; "" if it is not."""
+    group = optimizer.param_groups[0]
+    stated = group.get("momentum") or (group.get("betas") or (0.0,))[0]
+    if isinstance(mode, Stale) or workers == 1 or not isinstance(stated, float) or not stated:
+        return ""
+    return (
+        f"updates of {workers} workers that do not wait for each other act like momentum, so that "
+        f"of the optimizer is {lowered_momentum(stated, workers - 1):.2g} instead of {stated:g}"
+    )
+
+
 class Parameters:
     """What the server's optimizer trains."""
 
@@ -72,15 +85,18 @@ class Parameters:
         """Seconds in which gradients were applied or weights copied, the sum over the shards."""
         return sum(shard.busy_s for shard in self._shards)
 
+    @property
+    def versions(self) -> Versions:
+        """How often each shard was updated."""
+        return tuple(shard.version for shard in self._shards)
+
     def buffer(self) -> Flat:
         """Return room for one copy of everything that changes, or for its gradient."""
         return Flat([*self.trained, *self.statistics])
 
     def staleness(self, versions: Versions) -> int:
         """Return how many updates came after a copy with these versions."""
-        return max(
-            shard.version - version for shard, version in zip(self._shards, versions, strict=True)
-        )
+        return max(now - then for now, then in zip(self.versions, versions, strict=True))
 
     def copy(self, into: Flat) -> tuple[Versions, float]:
         """Copy the weights; return their versions, and the seconds spent waiting."""
@@ -95,7 +111,7 @@ class Parameters:
         return tuple(versions), waited_s
 
     def apply(
-        self, gradient: Flat, present: Sequence[bool], factor: float, workers: int, part: float
+        self, gradient: Flat, present: Sequence[bool], factor: float, staleness: float, part: float
     ) -> float:
         """Update the weights once; return the seconds spent waiting.
 
@@ -103,7 +119,7 @@ class Parameters:
             gradient: of the trained parameters, then statistics.
             present: which of the parameters have a gradient.
             factor: what the learning rate is multiplied by.
-            workers: so many push without waiting for each other, which acts like momentum.
+            staleness: of gradients on average, which acts like momentum.
             part: how much the statistics count.
         """
         waited_s = 0.0
@@ -114,7 +130,7 @@ class Parameters:
                     shard.parameters, gradient.views[span], present[span], strict=True
                 ):
                     parameter.grad = view.to(parameter.device) if there else None
-                with _adjusted(shard.stepper, self.optimizer, factor, workers):
+                with _adjusted(shard.stepper, self.optimizer, factor, staleness):
                     shard.stepper.step()
                 for parameter in shard.parameters:
                     parameter.grad = None
@@ -195,7 +211,9 @@ def _stepper(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, whole:
 
 
 @contextmanager
-def _adjusted(stepper: Optimizer, users: Optimizer, factor: float, workers: int) -> Iterator[None]:
+def _adjusted(
+    stepper: Optimizer, users: Optimizer, factor: float, staleness: float
+) -> Iterator[None]:
     """Let an optimizer step with the user's settings of now, adjusted; then they are back."""
     stepper.state = users.state  # which is another one after load_state_dict
     kept = [dict(group) for group in stepper.param_groups]
@@ -204,10 +222,10 @@ def _adjusted(stepper: Optimizer, users: Optimizer, factor: float, workers: int)
         if factor != 1:
             group["lr"] = stated["lr"] * factor
         if stated.get("momentum"):
-            group["momentum"] = lowered_momentum(stated["momentum"], workers)
+            group["momentum"] = lowered_momentum(stated["momentum"], staleness)
         if stated.get("betas"):
             first, *rest = stated["betas"]
-            group["betas"] = (lowered_momentum(first, workers), *rest)
+            group["betas"] = (lowered_momentum(first, staleness), *rest)
     try:
         yield
     finally:

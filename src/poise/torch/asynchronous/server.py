@@ -23,7 +23,6 @@ from poise import __version__
 from poise.core.batch import steps_per_epoch
 from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
-from poise.core.staleness import lowered_momentum
 from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
 from poise.engine.modes import Async, Stale
@@ -43,7 +42,7 @@ from poise.torch.asynchronous.facts import (
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import About, Begin, Leave, NoMore, Push
-from poise.torch.asynchronous.parameters import Parameters, everything
+from poise.torch.asynchronous.parameters import Parameters, everything, momentum_notice
 from poise.torch.asynchronous.role import Role, is_loopback
 from poise.torch.asynchronous.service import Service
 from poise.torch.checks import (
@@ -164,7 +163,9 @@ class Server:
             if self._serving.save is not None and self._serving.save.exists():
                 self._restore()
             self._state.notify_all()
-        self._notice_momentum()
+        notice = momentum_notice(self._mode, self._optimizer, workers)
+        if notice:
+            warnings.warn(notice, PoiseWarning, stacklevel=3)
         steps = steps_per_epoch(length, settings.global_batch, drop_last=False)
         return model, optimizer, ServedEpoch(self, steps)
 
@@ -328,22 +329,6 @@ class Server:
         if self._desk is None:
             raise OutOfOrder(f"{call} needs the data set; call prepare first")
         return self._desk
-
-    def _notice_momentum(self) -> None:
-        """Say that explicit momentum is lowered, before anybody wonders."""
-        workers = self._serving.workers
-        group = self._optimizer.param_groups[0]
-        stated = group.get("momentum") or (group.get("betas") or (0.0,))[0]
-        if isinstance(self._mode, Stale) or not isinstance(stated, float) or not stated:
-            return
-        lowered = lowered_momentum(stated, workers)
-        warnings.warn(
-            "updates of workers that do not wait for each other act like momentum, so that of the "
-            f"optimizer, {stated:g}, is lowered with their number"
-            + (f": it is {lowered:.2g} for {workers} workers" if workers > 1 else ""),
-            PoiseWarning,
-            stacklevel=4,
-        )
 
     def _meet(self, link: Link, about: About) -> None:
         """Host a worker, in a thread of its own, until it leaves."""

@@ -72,7 +72,7 @@ class OpenSteps:
             for worker, versions in whole.versions.items()
         }
         late = sum(staleness[worker] * count for worker, count in whole.counts.items())
-        factor = stable_part(late / whole.count)
+        mean = late / whole.count
         with torch.enable_grad():
-            self._parameters.apply(whole.total, whole.present, factor, 1, 1.0)
+            self._parameters.apply(whole.total, whole.present, stable_part(mean), mean, 1.0)
         return staleness
