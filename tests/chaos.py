@@ -28,6 +28,8 @@ from poise.torch import Balancer
 from poise.torch.asynchronous.role import Serving, serving_as
 
 SAMPLES, GLOBAL_BATCH = 300, 24
+MOST = 6
+"""Workers at a time."""
 PUSHES = mmap.mmap(-1, 8)
 """How many pushes the server has seen; all processes share it."""
 _generator = torch.Generator().manual_seed(1)
@@ -138,14 +140,14 @@ def main(mode: str, events: int, seed: int, folder: str) -> dict[str, Any]:
     alive = [fork(work) for _ in range(3)]
     killed = joined = 0
     try:
-        for _ in range(events):
+        while killed + joined < events:
             await_pushes(chance.randint(1, 12))
-            if chance.random() < 0.5 and alive:
+            if alive and (chance.random() < 0.5 or len(alive) == MOST):
                 victim = alive.pop(chance.randrange(len(alive)))
                 os.kill(victim, signal.SIGKILL)
                 os.waitpid(victim, 0)
                 killed += 1
-            elif len(alive) < 6:
+            else:
                 alive.append(fork(work))
                 joined += 1
         alive.append(fork(work))

@@ -21,7 +21,7 @@ from poise.records import read_record, replay
 from poise.torch import Async, Balancer, BySamples, Stale
 from poise.torch.asynchronous import parameters as parameters_module
 from poise.torch.asynchronous.flat import Flat
-from poise.torch.asynchronous.parameters import Parameters
+from poise.torch.asynchronous.parameters import Applied, Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
 from poise.torch.asynchronous.server import Server
 from tests.cluster import Workers
@@ -379,7 +379,7 @@ def _serve_until(recipe: Recipe, samples: int) -> None:
                 link._socket.shutdown(socket.SHUT_RDWR)
             raise KeyboardInterrupt
 
-    server._desk.before_update.append(vanish)
+    server._desk.parameters.before_update.append(vanish)
     with suppress(KeyboardInterrupt):
         for _ in balancer.epochs(recipe.epochs):
             for _ in shares:
@@ -566,6 +566,14 @@ def test_a_server_listens_on_loopback_only() -> None:
         assert server._door._listener.getsockname()[0] == "127.0.0.1"
 
 
+def push(
+    held: Parameters, gradient: Flat, *, factor: float = 1.0, late: float = 0.0, part: float = 1.0
+) -> Applied:
+    """Update weights by a gradient of all of them, computed with the first copy."""
+    present, since = [True] * len(held.trained), (0,) * held.shards
+    return held.apply(gradient, present, since=since, factor=lambda _: factor, late=late, part=part)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_shards_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards, each stepped by itself, equal the user's optimizer as a whole."""
@@ -583,7 +591,7 @@ def test_shards_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
             gradient.read(
                 [torch.randn(p.shape, generator=generator).double() for p in held.trained]
             )
-            held.apply(gradient, [True] * 4, 0.3, staleness=2, part=0.5)
+            push(held, gradient, factor=0.3, late=2, part=0.5)
         found.append((weights(model), optimizer.state_dict()))
     (sharded, states), (whole, expected) = found
     assert distance(sharded, whole) == 0
@@ -598,18 +606,67 @@ def test_copies_are_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     gradient = held.buffer()
     gradient.read([torch.ones_like(p) for p in held.trained])
 
-    def push() -> None:
+    def push_often() -> None:
         for _ in range(200):
-            held.apply(gradient, [True, True], 1.0, staleness=0, part=1.0)
+            push(held, gradient)
 
-    pushing = [threading.Thread(target=push) for _ in range(2)]
+    pushing = [threading.Thread(target=push_often) for _ in range(2)]
     for thread in pushing:
         thread.start()
     mine: Flat = held.buffer()
     while any(thread.is_alive() for thread in pushing):
-        versions, _ = held.copy(mine)
+        versions = held.copy(mine).versions
         for view, version in zip(mine.views, versions, strict=True):
             assert float(view.min()) == float(view.max()) == -version
     for thread in pushing:
         thread.join()
     assert held.staleness((0, 0)) == 400
+
+
+def test_a_schedule_and_a_copy_see_the_users_own_rate() -> None:
+    """Whoever pushes at a part of the rate at the same time; a schedule multiplies what it sees."""
+    model = nn.Linear(200, 200, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    held = Parameters([model], optimizer, most_shards=4)
+    seen: list[float] = []
+
+    def follow() -> None:
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["lr"] *= 0.999
+
+    held.before_update.append(follow)
+
+    def push_often() -> None:
+        gradient, mine = held.buffer(), held.buffer()
+        for _ in range(100):
+            push(held, gradient, factor=0.25)
+            copied.append(held.copy(mine).rates)
+
+    copied: list[tuple[float, ...]] = []
+    pushing = [threading.Thread(target=push_often) for _ in range(4)]
+    for thread in pushing:
+        thread.start()
+    for thread in pushing:
+        thread.join()
+    expected = [1.0]
+    for _ in range(400):
+        expected.append(expected[-1] * 0.999)
+    assert seen == expected[:-1]
+    assert {rate for rates in copied for rate in rates} <= set(expected)
+
+
+def test_staleness_is_counted_when_a_push_is_applied() -> None:
+    """Updates that come while a push waits for its turn are missed by it, too."""
+    model = nn.Linear(2, 2, bias=False)
+    held = Parameters([model], torch.optim.SGD(model.parameters(), 1.0), most_shards=1)
+    gradient, mine = held.buffer(), held.buffer()
+    gradient.views[0].fill_(1.0)
+    since = held.copy(mine).versions
+    before = model.weight.detach().clone()
+    for _ in range(3):
+        push(held, held.buffer())  # of zeros
+    applied = held.apply(
+        gradient, [True], since=since, factor=lambda stale: 1 / (1 + stale), late=0, part=1.0
+    )
+    assert applied.staleness == 3
+    assert torch.allclose(before - model.weight, torch.tensor(0.25))

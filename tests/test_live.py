@@ -293,7 +293,7 @@ def resume_elsewhere(checkpoint: str, kinds: tuple[str, ...], policy: Any) -> li
     model, optimizer, _ = build(RECIPE)
     splits = []
     with pytest.MonkeyPatch.context() as patch, Balancer(24, policy=policy) as balancer:
-        patch.setattr("poise.torch.balancer.device_kind", lambda _: kinds[balancer.worker])
+        patch.setattr("poise.torch.synchronous.device_kind", lambda _: kinds[balancer.worker])
         loader = DataLoader(dataset(RECIPE), 24, shuffle=True)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         if Path(checkpoint).exists():

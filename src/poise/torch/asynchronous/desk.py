@@ -8,9 +8,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from poise.core.order import DrawnOrder, Order
 from poise.engine.asp import AsyncEngine, Round, Share
@@ -20,7 +21,7 @@ from poise.records import Recorder
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import Begin, Handed, NoMore, Push, Weights
-from poise.torch.asynchronous.parameters import Parameters, momentum_notice
+from poise.torch.asynchronous.parameters import Applied, Parameters, momentum_notice
 from poise.torch.asynchronous.service import ServedWorker, Service
 from poise.torch.asynchronous.steps import OpenSteps
 
@@ -62,8 +63,6 @@ class Desk:
     ) -> None:
         self.engine = engine
         self.parameters = parameters
-        self.before_update: list[Callable[[], None]] = []
-        """What is called before each update."""
         self.ended: NoMore | str | None = None
         """What workers are told that ask for more: that it is done, or what went wrong."""
         self.order: Order | DrawnOrder | None = None
@@ -222,29 +221,33 @@ class Desk:
         with self._state:
             while self._paused:
                 self._state.wait()
-            engine, others = self.engine, len(self.engine.members) - 1
+            engine = self.engine
             share = engine.shares(guest.worker, push.numbers)[-1]
-            staleness = self.parameters.staleness(push.versions)
-            guest.factor = engine.factor(share, staleness)
-            if finite:
-                self._call_before_update()
+            self._note_begin()
             self._in_flight += 1
         queued_s = time.perf_counter() - start_s
-        present = [each == "1" for each in push.present]
+        applied = Applied(0, 0.0)
         try:
             if finite:
                 with _own_errors():
-                    queued_s += self.parameters.apply(
-                        guest.gradient, present, guest.factor, others, share.part
+                    applied = self.parameters.apply(
+                        guest.gradient,
+                        [each == "1" for each in push.present],
+                        since=push.versions,
+                        factor=partial(engine.factor, share),
+                        late=len(engine.members) - 1,
+                        part=share.part,
                     )
+            with self._state:  # not where that failed: a push that was not applied does not count
+                self.engine = self.engine.pushed(
+                    guest.worker, push.numbers, finite=finite, staleness=applied.staleness
+                )
         finally:
             with self._state:
                 self._in_flight -= 1
-                self.engine = self.engine.pushed(
-                    guest.worker, push.numbers, finite=finite, staleness=staleness
-                )
                 self._state.notify_all()
-        return queued_s
+        guest.factor = engine.factor(share, applied.staleness)
+        return queued_s + applied.waited_s
 
     def _push_to_step(self, guest: Guest, push: Push, *, finite: bool) -> float:
         """Add a push to its step, and apply what is complete; return the seconds of waiting."""
@@ -260,19 +263,15 @@ class Desk:
 
     def _apply_steps(self) -> None:
         while (step := self.engine.complete()) is not None:
-            if self._open_steps.has(step):
-                self._call_before_update()
+            self._note_begin()
             with _own_errors():
                 staleness = self._open_steps.apply(step)
             self.engine = self.engine.applied(step, staleness)
             self._state.notify_all()
 
-    def _call_before_update(self) -> None:
+    def _note_begin(self) -> None:
         if self._began_s is None:
             self._began_s = time.monotonic()
-        with _own_errors():
-            for call in self.before_update:
-                call()
 
     def _skip(self, guest: Guest, numbers: Sequence[int]) -> None:
         if numbers:
@@ -302,19 +301,18 @@ class Desk:
             raise EOFError("the connection is closed")
 
     def _send_weights(self, guest: Guest, shares: Sequence[Share], queued_s: float) -> None:
-        versions, waited_s = self.parameters.copy(guest.weights)
-        groups = self.parameters.optimizer.param_groups
+        copied = self.parameters.copy(guest.weights)
         with self._state:
             engine = self.engine
             said = Weights(
                 handed=tuple(self._handed(share) for share in shares),
-                versions=versions,
-                rates=tuple(float(group["lr"]) for group in groups),
+                versions=copied.versions,
+                rates=copied.rates,
                 factor=guest.factor,
                 samples=engine.samples,
                 dropped=engine.member(guest.worker).tally.dropped,
                 split=engine.plan.split,
-                queued_s=queued_s + waited_s,
+                queued_s=queued_s + copied.waited_s,
             )
         guest.link.say(said)
         guest.link.send(guest.weights.bytes)

@@ -90,6 +90,7 @@ def facts_of(
         "the parameters of the optimizer's groups": [
             len(group["params"]) for group in optimizer.param_groups
         ],
+        "the kind of the data set": type(loader.dataset).__qualname__,
         **{f"the {name} of the data set": value for name, value in orders.identity().items()},
         "drop_last": loader.drop_last,
         "the number of models": len(models),

@@ -23,8 +23,9 @@ from poise.torch.asynchronous.messages import KINDS, Message, name_of
 _LENGTH = struct.Struct("!I")
 MOST_BYTES = 64 * 1024**2
 """The longest text; that of a large model's parameter names has some megabytes."""
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""Seconds of silence, seconds from one question to the next, and how many stay unanswered."""
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""Seconds of silence, seconds from one question to the next, how many stay unanswered; and, in
+milliseconds, how long what was sent may stay unanswered."""
 _TRANSFER = timedelta(minutes=5)
 _SEED = "poise"
 

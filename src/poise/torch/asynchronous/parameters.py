@@ -1,14 +1,18 @@
 """The weights on the server: updated push by push, copied for workers, in shards.
 
 Each shard has a lock and a version. A worker's copy is made shard by shard, so no shard is ever
-read half updated, and pushes to different shards run at the same time. The staleness of a push is
-the largest over the shards.
+read half updated, and pushes to different shards run at the same time. How stale a push is, is
+known when a shard is its to update; the staleness of the whole is the largest over the shards.
+
+Learning rates change under the lock of the first shard, before an update, and are read under it:
+the optimizer of a single shard is the user's own, whose rate is another one while it steps.
 """
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,6 +65,26 @@ def momentum_notice(mode: Async | Stale, optimizer: Optimizer, workers: int) -> 
     )
 
 
+@dataclass(frozen=True)
+class Copied:
+    """What a copy of the weights is of."""
+
+    versions: Versions
+    rates: tuple[float, ...]
+    """The learning rates of then, by group."""
+    waited_s: float
+    """Seconds until all shards had been free."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of a gradient."""
+
+    staleness: int
+    """Updates since the copy that it was computed with, the most over the shards."""
+    waited_s: float
+
+
 class Parameters:
     """What the server's optimizer trains."""
 
@@ -68,6 +92,8 @@ class Parameters:
         self.trained = trained_parameters(optimizer)
         self.statistics = statistics(models)
         self.optimizer = optimizer
+        self.before_update: list[Callable[[], None]] = []
+        """What is called before each update; it may change the learning rates."""
         self._shards = [
             _Shard(first, part, _stepper(optimizer, part, whole=len(parts) == 1))
             for parts in [_parts(self.trained, most_shards if _divides(optimizer) else 1)]
@@ -98,46 +124,61 @@ class Parameters:
         """Return how many updates came after a copy with these versions."""
         return max(now - then for now, then in zip(self.versions, versions, strict=True))
 
-    def copy(self, into: Flat) -> tuple[Versions, float]:
-        """Copy the weights; return their versions, and the seconds spent waiting."""
+    def copy(self, into: Flat) -> Copied:
+        """Copy the weights."""
         waited_s, versions = 0.0, []
+        rates: tuple[float, ...] = ()
         for shard in self._shards:
             with shard.held() as queued_s:
                 into.read(shard.parameters, shard.first)
                 versions.append(shard.version)
+                rates = rates or tuple(float(group["lr"]) for group in self.optimizer.param_groups)
             waited_s += queued_s
         with self._merging:
             into.read(self.statistics, len(self.trained))
-        return tuple(versions), waited_s
+        return Copied(tuple(versions), rates, waited_s)
 
     def apply(
-        self, gradient: Flat, present: Sequence[bool], factor: float, staleness: float, part: float
-    ) -> float:
-        """Update the weights once; return the seconds spent waiting.
+        self,
+        gradient: Flat,
+        present: Sequence[bool],
+        *,
+        since: Versions,
+        factor: Callable[[int], float],
+        late: float,
+        part: float,
+    ) -> Applied:
+        """Update the weights once.
 
         Args:
             gradient: of the trained parameters, then statistics.
             present: which of the parameters have a gradient.
-            factor: what the learning rate is multiplied by.
-            staleness: of gradients on average, which acts like momentum.
+            since: versions of the copy that it was computed with.
+            factor: what the learning rate is multiplied by, at a staleness.
+            late: the staleness of gradients on average, which acts like momentum.
             part: how much the statistics count.
         """
-        waited_s = 0.0
-        for shard in self._shards:
+        waited_s, staleness = 0.0, 0
+        for number, (shard, then) in enumerate(zip(self._shards, since, strict=True)):
             with shard.held() as queued_s:
+                for call in self.before_update if number == 0 else ():
+                    call()
+                stale = shard.version - then
                 span = slice(shard.first, shard.first + len(shard.parameters))
                 for parameter, view, there in zip(
                     shard.parameters, gradient.views[span], present[span], strict=True
                 ):
                     parameter.grad = view.to(parameter.device) if there else None
-                with _adjusted(shard.stepper, self.optimizer, factor, staleness):
+                with _adjusted(shard.stepper, self.optimizer, factor(stale), late):
                     shard.stepper.step()
                 for parameter in shard.parameters:
                     parameter.grad = None
                 shard.version += 1
             waited_s += queued_s
+            staleness = max(staleness, stale)
         self._merge(gradient.views[len(self.trained) :], part)
-        return waited_s
+        self.optimizer.__dict__["_opt_called"] = True  # or torch's schedulers think it never steps
+        return Applied(staleness, waited_s)
 
     @torch.no_grad()
     def _merge(self, seen: Sequence[Tensor], part: float) -> None:

@@ -174,8 +174,9 @@ class Server:
         desk = self._prepared("epochs")
         while (epoch := desk.engine.epoch) < total:
             yield epoch
-            if desk.engine.epoch == epoch:  # the loop did not come to the loader
-                desk.engine = desk.engine.next_epoch()
+            with self._state:
+                if desk.engine.epoch == epoch:  # the loop did not come to the loader
+                    desk.engine = desk.engine.next_epoch()
 
     def evaluation(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the loader itself: the server evaluates alone."""
@@ -216,7 +217,7 @@ class Server:
         if self._saved_schedules:
             schedule.load_state_dict(self._saved_schedules.pop(0))
         self._schedules.append(schedule)
-        self._prepared("a schedule").before_update.append(schedule.follow)
+        self._prepared("a schedule").parameters.before_update.append(schedule.follow)
         return True
 
     def close(self) -> None:

@@ -32,10 +32,6 @@ class OpenSteps:
         self._parameters = parameters
         self._sums: dict[int, _Sum] = {}
 
-    def has(self, step: int) -> bool:
-        """Whether anything was pushed for a step."""
-        return step in self._sums
-
     @torch.no_grad()
     def add(self, step: int, worker: int, pushed: Flat, push: Push) -> None:
         """Add a push."""
@@ -74,5 +70,12 @@ class OpenSteps:
         late = sum(staleness[worker] * count for worker, count in whole.counts.items())
         mean = late / whole.count
         with torch.enable_grad():
-            self._parameters.apply(whole.total, whole.present, stable_part(mean), mean, 1.0)
+            self._parameters.apply(
+                whole.total,
+                whole.present,
+                since=self._parameters.versions,
+                factor=lambda _: stable_part(mean),
+                late=mean,
+                part=1.0,
+            )
         return staleness
