@@ -155,17 +155,15 @@ def table_of(found: Found, level: int) -> Table:
         f"seeds {', '.join(map(str, amount.seeds))}",
         title_justify="left",
     )
-    table.add_column("training")
-    headings = ("accuracy", "each seed", "to target s", "/ uniform", "all s", "staleness", "split")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table.add_column("training", no_wrap=True)
+    for heading in ("accuracy", "to target s", "/ uniform", "all s", "staleness", "split"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for kind in KINDS:
         trained, finals = found.each(level, kind), found.finals(level, kind)
         last = trained[-1].points
         table.add_row(
             kind,
-            f"{statistics.mean(finals):.2f}",
-            " ".join(f"{each:.1f}" for each in finals),
+            _spread(finals),
             _times(found.times(level, kind)),
             _ratios(found.times(level, kind), found.times(level, UNIFORM)),
             f"{statistics.mean(each.seconds for each in trained):.1f}",
@@ -176,16 +174,21 @@ def table_of(found: Found, level: int) -> Table:
 
 
 def _times(times: Sequence[float | None]) -> str:
-    return " ".join("never" if each is None else f"{each:.1f}" for each in times)
+    """Return the median time, with least and largest; "never" where one is missing."""
+    found = [each for each in times if each is not None]
+    return _spread(found) if len(found) == len(times) else "never"
 
 
 def _ratios(mine: Sequence[float | None], its: Sequence[float | None]) -> str:
-    """Return the median ratio of times, with least and largest; "" where a time is missing."""
+    """Return the median ratio of times; "" where a time is missing."""
     found = [a / b for a, b in zip(mine, its, strict=True) if a is not None and b is not None]
-    if len(found) < len(mine):
-        return ""
-    spread = f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else ""
-    return f"{statistics.median(found):.2f}{spread}"
+    return f"{statistics.median(found):.2f}" if len(found) == len(mine) else ""
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Return the median, with least and largest if there are several."""
+    ends = f" ({min(values):.1f}-{max(values):.1f})" if len(values) > 1 else ""
+    return f"{statistics.median(values):.1f}{ends}"
 
 
 def load_table(loads: Sequence[Loaded]) -> Table:

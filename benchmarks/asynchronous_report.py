@@ -4,6 +4,7 @@ import argparse
 import statistics
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from adaptive_setup import Say, SetUpFailed
@@ -33,7 +34,7 @@ QUICK = Amount(
     test_samples=1000,
     last_test_samples=2500,
 )
-CHOOSING = replace(FULL, levels=(1,), seeds=(100, 101, 102, 103))
+CHOOSING = replace(FULL, levels=(1,), seeds=(100, 101, 102))
 PARTS = ("trainings", "server")
 
 
@@ -58,6 +59,10 @@ def main(description: str) -> int:
         raise SystemExit(str(error)) from None
     if "server" in arguments.only:
         loads = _loads(say, quick=arguments.quick)
+    if arguments.plot:
+        from asynchronous_plot import plot
+
+        plot(_series(found), _rows(loads), Path(arguments.plot))
     _tell(found, loads, as_object=arguments.json)
     return 0
 
@@ -70,6 +75,7 @@ def _arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     parser.add_argument("--levels", nargs="+", type=int, help=f"instead of {FULL.levels}")
     parser.add_argument("--seeds", nargs="+", type=int, help=f"instead of {FULL.seeds}")
+    parser.add_argument("--plot", metavar="FILE", help="draw what was found into a .png or .svg")
     parser.add_argument("--samples", type=int, help=f"instead of {FULL.samples}")
     return parser.parse_args()
 

@@ -26,8 +26,6 @@ from poise.lab import Lab
 _WORKER = Path(__file__).parent / "asynchronous_worker.py"
 _STARTING = [0.1] * (1 + WORKERS)
 """Of a lab that is not to warn of too much."""
-_LAST = 3
-"""Tests of which the final accuracy is the mean."""
 _SETTLED = 1 / 3
 """Part of a training after which local batches have settled."""
 _MIX = 1000
@@ -79,8 +77,8 @@ class Trained:
 
     @property
     def final(self) -> float:
-        """The accuracy after all samples, as the mean of the last tests."""
-        return float(np.mean([point.accuracy for point in self.points[-_LAST:]]))
+        """The accuracy after all samples."""
+        return self.points[-1].accuracy
 
     @property
     def seconds(self) -> float:
@@ -214,13 +212,14 @@ def tested(trained: Trained, data: Path, amount: Amount) -> Trained:
     torch.set_num_threads(1)  # two are slower here on anything but an idle machine
     model, inputs, targets = TASK.model(), *read_test(data)
     points = []
-    for left, point in enumerate(reversed(trained.points)):
-        samples = amount.last_test_samples if left < _LAST else amount.test_samples
+    for point in trained.points:
+        last = point is trained.points[-1]
+        samples = amount.last_test_samples if last else amount.test_samples
         file = Path(point.file)
         found = accuracy(model, np.load(file), inputs[:samples], targets[:samples])
         points.append(replace(point, accuracy=found, file=""))
         file.unlink()
-    return Trained(points[::-1])
+    return Trained(points)
 
 
 def _turn(amount: Amount, kind: str, seed: int) -> Turn:

@@ -137,10 +137,11 @@ def _serve(turn: Turn, data: "Dataset[Any]", store: dist.Store, folder: Path) ->
         store.set(_address_key(turn.number), address)
 
     with serving_as(Serving(workers=WORKERS, announce=announce)):
-        balancer, model, _, loader = _prepared(turn, data)
+        balancer, model, optimizer, loader = _prepared(turn, data)
     server = balancer._training
     assert isinstance(server, Server)
     kept = Kept(turn, model)
+    turn.schedule(optimizer, balancer)  # which the server follows by itself
     server.follow(_Keeping(server, kept))
     for _ in balancer.epochs(1):
         for _ in loader:
@@ -170,6 +171,7 @@ def _work(turn: Turn, data: "Dataset[Any]", store: dist.Store, folder: Path) -> 
         os.environ["POISE_SERVER"] = store.get(_address_key(turn.number)).decode()
     balancer, model, optimizer, loader = _prepared(turn, data)
     os.environ.pop("POISE_SERVER", None)
+    schedule = turn.schedule(optimizer, balancer)
     plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     kept = Kept(turn, plain) if synchronous and balancer.worker == 0 else None
     dist.barrier()
@@ -179,6 +181,7 @@ def _work(turn: Turn, data: "Dataset[Any]", store: dist.Store, folder: Path) -> 
     for _ in balancer.epochs(1):
         for inputs, targets in loader:
             learn(model, optimizer, inputs, targets)
+            schedule.step()
             if kept is not None and kept.due(balancer.samples):
                 kept.keep(balancer.samples, {"split": list(balancer.plan.split)})
     balancer.close()

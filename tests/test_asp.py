@@ -302,6 +302,39 @@ def test_training_waits_until_all_expected_workers_are_there() -> None:
     assert share.samples == 6
 
 
+@pytest.mark.parametrize("mode", [Async(), Stale(1)])
+def test_an_epoch_is_over_when_no_worker_wants_the_rest_of_it(mode: Async | Stale) -> None:
+    engine = begun(mode, 2)
+    _, engine = engine.draw(1)
+    engine = engine.unused(1, epoch=1)
+    assert not engine.over
+    engine = engine.unused(2, epoch=1)
+    assert engine.over
+    engine = engine.next_epoch()
+    assert not engine.over
+    share, engine = engine.draw(2)
+    assert share is not None
+    assert (share.epoch, engine.pool.pushed) == (1, 0)
+
+
+def test_training_is_finished_when_the_last_worker_leaves_because_it_is_done() -> None:
+    _, engine = begun(Async(), 2).leave(1, done=True)
+    assert not engine.over
+    _, lost = engine.leave(2)
+    assert not lost.over  # others may join
+    _, engine = engine.leave(2, done=True)
+    assert engine.finished
+    assert engine.over
+    _, engine = engine.join(3)
+    assert not engine.over
+
+
+def test_late_steps_count_for_less_unless_told_otherwise() -> None:
+    assert begun(Stale(4), 2).step_factor(0) == 1
+    assert begun(Stale(4), 2).step_factor(2) == stable_part(2) < 0.5
+    assert begun(Stale(4, damped=False), 2).step_factor(2) == 1
+
+
 def test_a_non_finite_push_is_dropped_and_counted_and_its_samples_do_not_come_again() -> None:
     for mode in (Async(), Stale(0)):
         engine = begun(mode, 1, length=12)

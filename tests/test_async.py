@@ -191,6 +191,40 @@ def test_workers_together_push_every_sample_once_and_learn(workers: Workers, mod
         assert max(stale for tally in tallies for stale in tally.staleness) <= mode.steps
 
 
+def train_in_part(recipe: Recipe, batches: int, epochs: int) -> Any:
+    """Take only some batches of each epoch; workers take part in only some epochs."""
+    model, optimizer, _ = build(recipe)
+    passes = 0
+    with warnings.catch_warnings(), Balancer(recipe.global_batch, mode="async") as balancer:
+        warnings.simplefilter("ignore", PoiseWarning)
+        loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+        model, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for _ in balancer.epochs(recipe.epochs if balancer.worker == 0 else epochs):
+            passes += 1
+            for number, (inputs, targets, _) in enumerate(shares):
+                if number == batches:
+                    break
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return passes, balancer.samples
+
+
+def test_loops_that_leave_an_epoch_early_do_not_hang(workers: Workers) -> None:
+    recipe = Recipe(samples=240, epochs=3)
+    (passes, samples), *others = workers.run(train_in_part, recipe, 2, 3, workers=3)
+    assert passes == 3
+    assert samples == 3 * 2 * 2 * 6
+    assert [found for found, _ in others] == [3, 3]
+
+
+def test_a_server_is_done_when_its_workers_are(workers: Workers) -> None:
+    recipe = Recipe(samples=240, epochs=3)
+    (passes, samples), *_ = workers.run(train_in_part, recipe, 10**6, 1, workers=3)
+    assert passes == 2  # in the second of which it sees that nobody is left
+    assert samples == 240
+
+
 @contextmanager
 def as_server(port: int, **stated: Any) -> Any:
     """Let the script inside be the server, on a port that the others know."""

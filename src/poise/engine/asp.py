@@ -20,7 +20,7 @@ from poise.core.observation import Change, Event, Observation
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
 from poise.core.split import apportion
-from poise.core.staleness import rate_factor
+from poise.core.staleness import rate_factor, stable_part
 from poise.core.timing import Floats
 from poise.engine.bsp import Engine
 from poise.engine.modes import Async, Stale
@@ -89,6 +89,8 @@ class Member:
     worker: int
     label: str = ""
     """Host and kind of device, by which its speed is known again after a resume."""
+    epoch: int = 0
+    """The one that it last asked for samples of."""
     steps: int = 0
     """Local batches that it was given."""
     cut: tuple[Share, ...] = ()
@@ -163,6 +165,8 @@ class AsyncEngine:
     next_step: int = 0
     """With a bound: the first step that is not cut."""
     rounds: int = 0
+    finished: bool = False
+    """Whether all workers have left because they were done."""
     resumed: tuple[str, ...] | None = None
     """After a resume, until training starts: the labels of the workers that the engine knows."""
     groups: Mapping[int, Group] = field(default_factory=dict)
@@ -187,8 +191,12 @@ class AsyncEngine:
 
     @property
     def over(self) -> bool:
-        """Whether every sample of the epoch is pushed and counts."""
-        return self.pool.over
+        """Whether the epoch is: every sample is pushed, or no worker wants the rest.
+
+        Loops may leave a pass before its end, or end before the server's.
+        """
+        gone_on = all(member.epoch > self.epoch for member in self.members)
+        return self.pool.over or self.finished or (bool(self.members) and gone_on)
 
     def member(self, worker: int) -> Member:
         """Return a worker that is here."""
@@ -196,9 +204,9 @@ class AsyncEngine:
 
     def join(self, worker: int, label: str = "") -> tuple[Round | None, "AsyncEngine"]:
         """A worker is here and wants to compute."""
-        member = Member(worker, label, tally=self.gone.get(worker, Tally()))
+        member = Member(worker, label, self.epoch, tally=self.gone.get(worker, Tally()))
         gone = {key: tally for key, tally in self.gone.items() if key != worker}
-        engine = revised(self, members=(*self.members, member), gone=gone)
+        engine = revised(self, members=(*self.members, member), gone=gone, finished=False)
         if not self.gathering:
             origin = (*range(len(self.members)), None)
             return engine._changed(origin if self.members else (None,))
@@ -210,8 +218,8 @@ class AsyncEngine:
         decided, engine = engine._changed(_origins(self.resumed, engine.members))
         return replace(decided, loaded=self.engine), engine
 
-    def leave(self, worker: int) -> tuple[Round | None, "AsyncEngine"]:
-        """A worker is gone: what it did not push is free again."""
+    def leave(self, worker: int, *, done: bool = False) -> tuple[Round | None, "AsyncEngine"]:
+        """A worker is gone, perhaps because it was done: what it did not push is free again."""
         place = self._place(worker)
         member = self.members[place]
         pool = self.pool
@@ -225,8 +233,10 @@ class AsyncEngine:
             groups={step: group for step, group in groups.items() if not group.empty()},
             gone={**self.gone, worker: member.tally},
         )
-        if self.gathering or not left.members:
+        if self.gathering:
             return None, left
+        if not left.members:
+            return None, revised(left, finished=done)
         stay = (number for number in range(len(self.members)) if number != place)
         return left._changed(tuple(stay))
 
@@ -266,10 +276,12 @@ class AsyncEngine:
         return self._at(self.member(worker)) - slowest <= self.mode.steps
 
     def factor(self, share: Share, staleness: int) -> float:
-        """Return what the learning rate of a push is multiplied by."""
-        if isinstance(self.mode, Stale):
-            return 1.0
+        """Without a bound: return what the learning rate of a push is multiplied by."""
         return rate_factor(share.part, staleness, len(self.members), damped=self.mode.damped)
+
+    def step_factor(self, staleness: float) -> float:
+        """With a bound: return the same for a step of so much staleness on average."""
+        return stable_part(staleness) if self.mode.damped else 1.0
 
     def pushed(
         self, worker: int, numbers: Sequence[int], *, finite: bool = True, staleness: int = 0
@@ -376,7 +388,7 @@ class AsyncEngine:
             tuple(share for share in shares if share not in back)
             for shares in (member.out, member.cut)
         )
-        return engine._with(place, revised(member, out=out, cut=cut))
+        return engine._with(place, revised(member, out=out, cut=cut, epoch=epoch))
 
     def reported(self, worker: int, report: Report) -> tuple[Round | None, "AsyncEngine"]:
         """A worker tells what it measured; once all have, the local batches are thought over."""

@@ -1,7 +1,7 @@
 """How workers wait for each other: in every step, never, or at most so many steps."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from poise.errors import InvalidSetting
 
@@ -31,11 +31,13 @@ class Async:
 class Stale:
     """Workers wait only for one that is more than so many steps behind.
 
-    >>> str(Stale(4))
-    'stale:4'
+    >>> str(Stale(4)), str(Stale(4, damped=False))
+    ('stale:4', 'stale:4')
     """
 
     steps: int
+    damped: bool = field(default=True, kw_only=True)
+    """Whether a step counts for less the later its gradients are: as much as is stable."""
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
@@ -55,7 +57,7 @@ def mode_of(stated: object) -> Mode:
     """Return the mode that a name or a mode says.
 
     >>> mode_of("stale:4")
-    Stale(steps=4)
+    Stale(steps=4, damped=True)
     """
     if isinstance(stated, Mode):
         return stated

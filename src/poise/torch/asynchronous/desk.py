@@ -49,6 +49,8 @@ class Guest:
     """From where its copies leave."""
     factor: float = 1.0
     iteration_s: float = math.nan
+    done: bool = False
+    """Whether it has said that it leaves."""
 
 
 class Desk:
@@ -103,11 +105,14 @@ class Desk:
         """A worker is gone; what it has not pushed is handed to others."""
         with self._state:
             del self._guests[guest.worker]
-            decided, self.engine = self.engine.leave(guest.worker)
+            decided, self.engine = self.engine.leave(guest.worker, done=guest.done)
             self._record(decided)
             self._apply_steps()
             self._state.notify_all()
-        _log.info("worker %d is gone", guest.worker)
+        if guest.done or self.ended is not None:
+            _log.info("worker %d has left", guest.worker)
+        else:
+            _log.warning("worker %d is lost; what it had not pushed goes to others", guest.worker)
 
     def begin(self, guest: Guest, asked: Begin) -> None:
         """Give a worker its first local batches of an epoch, or more after all were given."""
@@ -265,8 +270,10 @@ class Desk:
         while (step := self.engine.complete()) is not None:
             self._note_begin()
             with _own_errors():
-                staleness = self._open_steps.apply(step)
-            self.engine = self.engine.applied(step, staleness)
+                applied = self._open_steps.apply(step, self.engine.step_factor)
+            self.engine = self.engine.applied(step, applied.staleness)
+            for worker in applied.staleness.keys() & self._guests.keys():
+                self._guests[worker].factor = applied.factor
             self._state.notify_all()
 
     def _note_begin(self) -> None:

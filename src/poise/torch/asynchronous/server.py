@@ -172,11 +172,11 @@ class Server:
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the epochs that are left."""
         desk = self._prepared("epochs")
-        while (epoch := desk.engine.epoch) < total:
+        while (epoch := desk.engine.epoch) < total and not desk.engine.finished:
             yield epoch
             with self._state:
-                if desk.engine.epoch == epoch:  # the loop did not come to the loader
-                    desk.engine = desk.engine.next_epoch()
+                if desk.engine.epoch == epoch and not desk.engine.finished:
+                    desk.engine = desk.engine.next_epoch()  # the loop did not come to the loader
 
     def evaluation(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the loader itself: the server evaluates alone."""
@@ -249,7 +249,10 @@ class Server:
             desk.is_open = False
             if self._failure is not None:
                 raise self._failure
-            desk.engine = desk.engine.next_epoch()
+            if desk.engine.finished:
+                _log.warning("all workers were done and have left, so training ends here")
+            else:
+                desk.engine = desk.engine.next_epoch()
             self._state.notify_all()
         self._show()
         if self._serving.save is not None:
@@ -339,7 +342,7 @@ class Server:
                 self._numbers.add(worker)
             self._host(worker, link, about)
         except _GONE as error:
-            _log.info("a worker is gone: %s", error)
+            _log.info("a connection is closed: %s", error)
         except Disagreement as error:
             _log.warning("a worker is refused: %s", error)
             with suppress(*_GONE):
@@ -395,6 +398,7 @@ class Server:
         """Do what a worker asks for; False: it leaves."""
         match guest.link.listen():
             case Leave():
+                guest.done = True
                 return False
             case Begin() as asked:
                 desk.begin(guest, asked)

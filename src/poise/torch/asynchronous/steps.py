@@ -1,10 +1,10 @@
 """Steps under way, with a bound: pushes are added up until all of a step are there."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from poise.core.staleness import stable_part
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.messages import Push
 from poise.torch.asynchronous.parameters import Parameters, Versions
@@ -23,6 +23,16 @@ class _Sum:
     def count(self) -> float:
         """All together."""
         return sum(self.counts.values())
+
+
+@dataclass(frozen=True)
+class AppliedStep:
+    """What became of a step."""
+
+    staleness: Mapping[int, int]
+    """Of each worker's part; empty if there was nothing to apply."""
+    factor: float = 1.0
+    """What the learning rate was multiplied by."""
 
 
 class OpenSteps:
@@ -52,14 +62,11 @@ class OpenSteps:
         whole.versions[worker] = push.versions
 
     @torch.no_grad()
-    def apply(self, step: int) -> dict[int, int]:
-        """Make the update of a complete step; return how stale each worker's part was.
-
-        A step whose parts are stale counts for less: as much as is stable at the same curvature.
-        """
+    def apply(self, step: int, factor: Callable[[float], float]) -> AppliedStep:
+        """Make the update of a complete step, at a rate by the mean staleness of its samples."""
         whole = self._sums.pop(step, None)
         if whole is None or not whole.count:
-            return {}
+            return AppliedStep({})
         for total in whole.total.views:
             if total.is_floating_point():
                 total.div_(whole.count)
@@ -69,13 +76,14 @@ class OpenSteps:
         }
         late = sum(staleness[worker] * count for worker, count in whole.counts.items())
         mean = late / whole.count
+        multiplied = factor(mean)
         with torch.enable_grad():
             self._parameters.apply(
                 whole.total,
                 whole.present,
                 since=self._parameters.versions,
-                factor=lambda _: stable_part(mean),
+                factor=lambda _: multiplied,
                 late=mean,
                 part=1.0,
             )
-        return staleness
+        return AppliedStep(staleness, multiplied)
