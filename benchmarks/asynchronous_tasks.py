@@ -18,9 +18,9 @@ GLOBAL_BATCH = 256
 """With half of it, what an iteration costs beside its samples leaves the slowest worker one."""
 LEARNING_RATE = 0.64
 MOMENTUM = 0.0
-"""As `python benchmarks/async.py --choose` has it, whose three trainings with these made 82.2 to 83.3
-percent; 0.32 made 79.4 to 80.4, 1.28 diverged, 0.08 with momentum 0.9 made 74.0 to 80.3, and 0.16
-with momentum 0.9 diverged once."""
+"""As `python benchmarks/async.py --choose` has it, whose three trainings with these made 82.2 to
+83.3 percent; 0.32 made 79.4 to 80.4, 1.28 diverged, 0.08 with momentum 0.9 made 74.0 to 80.3, and
+0.16 with momentum 0.9 diverged once."""
 WORKERS = 4
 CHOICES = [(0.32, 0.0), (0.64, 0.0), (1.28, 0.0), (0.08, 0.9), (0.16, 0.9)]
 """Of learning rate and momentum, of which `--choose` finds the best."""

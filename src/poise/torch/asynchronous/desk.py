@@ -71,6 +71,8 @@ class Desk:
         """Of this epoch's samples, if it is not one that workers can compute themselves."""
         self.is_open = False
         """Whether samples are handed out."""
+        self.broken = False
+        """Whether an update failed, perhaps half-way, so that the weights are not to be kept."""
         self._state = state
         self._recorder = recorder
         self._open_steps = OpenSteps(parameters)
@@ -234,7 +236,7 @@ class Desk:
         applied = Applied(0, 0.0)
         try:
             if finite:
-                with _own_errors():
+                with self._own_errors():
                     applied = self.parameters.apply(
                         guest.gradient,
                         [each == "1" for each in push.present],
@@ -269,7 +271,7 @@ class Desk:
     def _apply_steps(self) -> None:
         while (step := self.engine.complete()) is not None:
             self._note_begin()
-            with _own_errors():
+            with self._own_errors():
                 applied = self._open_steps.apply(step, self.engine.step_factor)
             self.engine = self.engine.applied(step, applied.staleness)
             for worker in applied.staleness.keys() & self._guests.keys():
@@ -340,11 +342,11 @@ class Desk:
         if self._recorder is not None:
             self._recorder.write_round(decided, self.engine, self.parameters.busy_s)
 
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Tell an error of the user's optimizer or schedule from the end of a connection."""
-    try:
-        yield
-    except Exception as error:
-        raise Failed from error
+    @contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        """Tell an error of the user's optimizer or schedule from the end of a connection."""
+        try:
+            yield
+        except Exception as error:
+            self.broken = True
+            raise Failed from error

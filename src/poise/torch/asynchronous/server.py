@@ -275,7 +275,10 @@ class Server:
         path = self._serving.save
         assert path is not None
         beside = path.with_name(path.name + ".new")
-        with self._prepared("save").still():
+        desk = self._prepared("save")
+        with desk.still():
+            if desk.broken:
+                return
             state = {
                 "models": [model.state_dict() for model in self._models],
                 "optimizer": self._optimizer.state_dict(),
