@@ -285,7 +285,10 @@ class Server:
                 "schedules": [schedule.state_dict() for schedule in self._schedules],
                 "balancer": self.state_dict(),
             }
-            torch.save(state, beside)
+            with beside.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
         beside.replace(path)
         self._saved_s = time.monotonic()
 
