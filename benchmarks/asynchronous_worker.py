@@ -146,7 +146,6 @@ def _serve(turn: Turn, data: "Dataset[Any]", store: dist.Store, folder: Path) ->
     for _ in balancer.epochs(1):
         for _ in loader:
             pass
-    kept.keep(server.samples, _service(server))
     balancer.close()
     kept.tell(float(store.get(go_key(turn.number))), folder)
 

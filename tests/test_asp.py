@@ -51,10 +51,17 @@ def test_heterogeneity_8_has_a_tail_and_equal_times_have_none() -> None:
 
 
 def test_a_push_counts_by_share_and_less_the_staler_it_is() -> None:
-    assert rate_factor(0.1, staleness=3, workers=4) == 0.1
-    assert rate_factor(0.1, staleness=0, workers=4) == 0.1
-    assert rate_factor(0.1, staleness=7, workers=4) == pytest.approx(0.02)
-    assert rate_factor(0.1, staleness=7, workers=4, damped=False) == 0.1
+    assert rate_factor(0.1, staleness=3, usual=3) == 0.1
+    assert rate_factor(0.1, staleness=0, usual=3) == 0.1
+    assert rate_factor(0.1, staleness=7, usual=3) == pytest.approx(0.02)
+    assert rate_factor(0.1, staleness=7, usual=3, damped=False) == 0.1
+
+
+def test_a_worker_that_computes_ahead_is_usually_one_update_late() -> None:
+    engine = begun(Async(ahead=True), 1)
+    share, engine = engine.draw(1)
+    assert share is not None
+    assert [engine.factor(share, stale) for stale in (0, 1, 2)] == [1, 1, 0.5]
 
 
 @pytest.mark.parametrize("late", [0, 1, 4])
@@ -315,6 +322,23 @@ def test_an_epoch_is_over_when_no_worker_wants_the_rest_of_it(mode: Async | Stal
     share, engine = engine.draw(2)
     assert share is not None
     assert (share.epoch, engine.pool.pushed) == (1, 0)
+
+
+@pytest.mark.parametrize("split", [[6, 6], [12, 0]])
+def test_who_has_left_an_epoch_gets_no_part_of_its_steps(split: list[int]) -> None:
+    engine = begun(Stale(1), 2, length=30, policy=Fixed(split))
+    engine = engine.unused(1, epoch=1)
+    seen = Counter[int]()
+    while not engine.over:
+        share, engine = engine.draw(2)
+        assert share is not None
+        assert engine.may_start(2)
+        for start, stop in share.ranges:
+            seen.update(range(start, stop))
+        engine = engine.pushed(2, [share.number])
+        while (step := engine.complete()) is not None:
+            engine = engine.applied(step, {2: 0})
+    assert seen == Counter(range(30))
 
 
 def test_training_is_finished_when_the_last_worker_leaves_because_it_is_done() -> None:

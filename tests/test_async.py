@@ -3,8 +3,10 @@
 import os
 import socket
 import threading
+import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,32 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from poise.errors import Disagreement, InvalidSetting, OutOfOrder, PoiseWarning, ServerLost
+from poise.core.staleness import lowered_momentum
+from poise.engine.asp import AsyncEngine
+from poise.engine.bsp import Engine
+from poise.errors import (
+    Disagreement,
+    InvalidSetting,
+    OutOfOrder,
+    PoiseWarning,
+    ServerLost,
+    StateMismatch,
+)
 from poise.lab.processes import free_port
-from poise.policy import Fixed
+from poise.policy import Fixed, policy_named
 from poise.records import read_record, replay
 from poise.torch import Async, Balancer, BySamples, Stale
 from poise.torch.asynchronous import parameters as parameters_module
+from poise.torch.asynchronous.desk import Desk, Guest
 from poise.torch.asynchronous.flat import Flat
+from poise.torch.asynchronous.messages import Push
 from poise.torch.asynchronous.parameters import Applied, Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
 from poise.torch.asynchronous.server import Server
+from poise.torch.asynchronous.steps import AppliedStep, OpenSteps
 from tests.cluster import Workers
 from tests.training import (
     Recipe,
@@ -42,7 +58,7 @@ def train(
     recipe: Recipe,
     *,
     mode: Any = "async",
-    by_samples: bool = False,
+    schedule_of: Callable[[Any], Any] | None = None,
     loader_workers: int = 0,
     **stated: Any,
 ) -> tuple[dict[str, Tensor], list[int], Any]:
@@ -56,9 +72,8 @@ def train(
         )
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         schedule: Any = None
-        if by_samples:
-            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-            schedule = BySamples(cosine, balancer, recipe.global_batch)
+        if schedule_of is not None:
+            schedule = BySamples(schedule_of(optimizer), balancer, recipe.global_batch)
         for _ in balancer.epochs(recipe.epochs):
             for inputs, targets, samples in shares:
                 nn.functional.cross_entropy(shared(inputs), targets).backward()
@@ -101,13 +116,23 @@ def test_a_loader_that_runs_ahead_uses_every_sample_once(workers: Workers, mode:
     assert service.epoch == recipe.epochs
 
 
-def train_by_samples(recipe: Recipe) -> dict[str, Tensor]:
-    return train(recipe, by_samples=True)[0]
+def cosine(optimizer: Any) -> Any:
+    return CosineAnnealingLR(optimizer, 30)
+
+
+def warmed_up(optimizer: Any) -> Any:
+    """A schedule of schedules, whose making changes the rate."""
+    parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, 12)]
+    return SequentialLR(optimizer, parts, milestones=[4])
+
+
+def train_by_samples(recipe: Recipe, schedule_of: Callable[[Any], Any]) -> dict[str, Tensor]:
+    return train(recipe, schedule_of=schedule_of)[0]
 
 
 def test_the_rate_of_a_schedule_follows_the_samples(workers: Workers) -> None:
     recipe = Recipe(samples=48, scheduler=True)
-    served, _ = workers.run(train_by_samples, recipe, workers=2)
+    served, _ = workers.run(train_by_samples, recipe, cosine, workers=2)
     assert distance(served, train_plain(recipe)) == 0
 
 
@@ -221,7 +246,7 @@ def test_loops_that_leave_an_epoch_early_do_not_hang(workers: Workers) -> None:
 def test_a_server_is_done_when_its_workers_are(workers: Workers) -> None:
     recipe = Recipe(samples=240, epochs=3)
     (passes, samples), *_ = workers.run(train_in_part, recipe, 10**6, 1, workers=3)
-    assert passes == 2  # in the second of which it sees that nobody is left
+    assert passes <= 2  # in the second of which it sees that nobody is left
     assert samples == 240
 
 
@@ -385,27 +410,30 @@ def test_a_server_that_fails_is_a_clear_error_on_its_workers(workers: Workers) -
         assert "evaluation failed" in message
 
 
-def serve_die_and_go_on(recipe: Recipe, port: int, save: str) -> Any:
+def serve_die_and_go_on(
+    recipe: Recipe, port: int, save: str, schedule_of: Callable[[Any], Any]
+) -> Any:
     """The server is lost in the middle of an epoch, and started again from its last save."""
     if os.environ["RANK"] == "0":
         with as_server(port, save=Path(save), save_every_s=0.0):
             if not Path(save).exists():
-                _serve_until(recipe, samples=2 * recipe.samples + 24)
+                _serve_until(recipe, 2 * recipe.samples + 24, schedule_of)
         with as_server(port, save=Path(save)):
-            return train(recipe)
+            return train(recipe, schedule_of=schedule_of)
     with as_worker(port):
         with pytest.raises(ServerLost, match="start it again"):
-            train(recipe)
-        return train(recipe)
+            train(recipe, schedule_of=schedule_of)
+        return train(recipe, schedule_of=schedule_of)
 
 
-def _serve_until(recipe: Recipe, samples: int) -> None:
+def _serve_until(recipe: Recipe, samples: int, schedule_of: Callable[[Any], Any]) -> None:
     """Serve, and vanish without a word once so many samples are pushed."""
     model, optimizer, _ = build(recipe)
     balancer = Balancer(recipe.global_batch)
     server: Any = balancer._training
     loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
     _, _, shares = balancer.prepare(model, optimizer, loader)
+    BySamples(schedule_of(optimizer), balancer, recipe.global_batch)
 
     def vanish() -> None:
         if balancer.samples >= samples:
@@ -425,11 +453,151 @@ def _serve_until(recipe: Recipe, samples: int) -> None:
 
 
 @pytest.mark.filterwarnings(QUIET)
-def test_a_server_goes_on_from_its_last_save(workers: Workers, tmp_path: Path) -> None:
-    recipe = Recipe(samples=48, epochs=4)
-    save = str(tmp_path / "server.pt")
-    (served, _, _), _ = workers.run(serve_die_and_go_on, recipe, free_port(), save, workers=2)
-    assert distance(served, train_plain(recipe)) == 0
+@pytest.mark.parametrize("schedule_of", [cosine, warmed_up])
+def test_a_server_goes_on_from_its_last_save(
+    workers: Workers, tmp_path: Path, schedule_of: Callable[[Any], Any]
+) -> None:
+    recipe = Recipe(samples=48, epochs=4, optimizer="adamw")
+    case = recipe, free_port(), str(tmp_path / "server.pt"), schedule_of
+    (served, _, _), _ = workers.run(serve_die_and_go_on, *case, workers=2)
+    whole, _ = workers.run(train_by_samples, recipe, schedule_of, workers=2)
+    assert distance(served, whole) == 0
+
+
+def test_a_schedule_that_a_restart_would_begin_anew_is_refused(tmp_path: Path) -> None:
+    model, optimizer, _ = build(Recipe())
+    with serving_as(Serving(save=tmp_path / "server.pt")), Balancer(12) as balancer:
+        loader = DataLoader(dataset(Recipe()), 12, shuffle=True)
+        _, _, shares = balancer.prepare(model, optimizer, loader)
+        CosineAnnealingLR(optimizer, 30)
+        with pytest.raises(InvalidSetting, match="BySamples"):
+            next(iter(shares))
+
+
+def test_a_damaged_save_is_refused(tmp_path: Path) -> None:
+    save = tmp_path / "server.pt"
+    save.write_bytes(b"this is no state")
+    model, optimizer, _ = build(Recipe())
+    loader = DataLoader(dataset(Recipe()), 12, shuffle=True)
+    with serving_as(Serving(save=save)), Balancer(12) as balancer:
+        with pytest.raises(StateMismatch, match="move it away") as caught:
+            balancer.prepare(model, optimizer, loader)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_script_may_say_more_of_the_mode_than_the_command() -> None:
+    with serving_as(Serving(mode=Async())), Balancer(12, mode=Async(ahead=True)) as balancer:
+        server: Any = balancer._training
+        assert server._mode == Async(ahead=True)
+    with (
+        serving_as(Serving(mode=Stale(3))),
+        pytest.raises(InvalidSetting, match="say it once"),
+    ):
+        Balancer(12, mode="async")
+
+
+def keep_while_another_is_lost(port: int, path: str) -> int:
+    """Worker 1 adds up two batches to a step; worker 2 is lost with the epoch's last samples."""
+    recipe = Recipe(samples=60, global_batch=20, epochs=1)
+    if os.environ["RANK"] == "0":
+        with as_server(port, workers=2):
+            service = train(recipe, policy="even")[2]
+            tallies = [each.tally for each in service.workers] + list(service.gone.values())
+            return sum(tally.samples for tally in tallies)
+    model, optimizer, _ = build(recipe)
+    batches = 0
+    with as_worker(port), Balancer(20, policy="even") as balancer:
+        loader = DataLoader(dataset(recipe), 20, shuffle=True)
+        model, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for inputs, targets, _ in shares:
+            if balancer.worker == 2:
+                while not Path(path).exists():
+                    time.sleep(0.01)
+                time.sleep(0.3)  # worker 1 is to wait for samples by now
+                balancer._training.fail(ZeroDivisionError())
+                break
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            batches += 1
+            if batches % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if batches == 5:
+                Path(path).touch()
+    return batches
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_what_is_added_up_counts_once_also_if_another_is_lost(
+    workers: Workers, tmp_path: Path
+) -> None:
+    case = free_port(), str(tmp_path / "five")
+    samples, first, second = workers.run(keep_while_another_is_lost, *case, workers=3)
+    assert sorted([first, second]) == [0, 6]
+    assert samples == 60
+
+
+class Counting(nn.Module):
+    """Keeps a number in a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.last = nn.Linear(4, 1)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += len(inputs)
+        out: Tensor = self.last(self.frozen(inputs))
+        return out
+
+
+def unfreeze(port: int) -> str:
+    """What a server cannot know is said: buffers of one's own, parameters of later."""
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    place = as_server(port) if os.environ["RANK"] == "0" else as_worker(port)
+    said = ""
+    with place, Balancer(8) as balancer:
+        loader = DataLoader(TensorDataset(torch.randn(40, 4)), 8)
+        model, optimizer, shares = balancer.prepare(model, optimizer, loader)
+        for number, (inputs,) in enumerate(shares):
+            model(inputs).square().mean().backward()
+            if number == 0:
+                with pytest.warns(PoiseWarning, match="buffers seen"):
+                    optimizer.step()
+            elif number == 1:
+                model.frozen.requires_grad_(True)
+                with pytest.raises(OutOfOrder, match="before prepare") as caught:
+                    optimizer.step()
+                said = str(caught.value)
+                model.frozen.requires_grad_(False)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    return said
+
+
+def test_what_the_server_cannot_know_is_said(workers: Workers) -> None:
+    served, said = workers.run(unfreeze, free_port(), workers=2)
+    assert (served, bool(said)) == ("", True)
+
+
+def test_a_stranger_who_speaks_slowly_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poise.torch.asynchronous.door._PATIENCE_S", 0.3)
+    with serving_as(Serving()), Balancer(12) as balancer:
+        server: Any = balancer._training
+        host, port = server.address.rsplit(":", 1)
+        with socket.create_connection((host, int(port))) as end:
+            end.sendall(b"poise-1\n\x00\x00\x0f\x00")
+            with pytest.raises(OSError, match=r"reset|pipe"):
+                _drip(end)
+
+
+def _drip(end: socket.socket) -> None:
+    for _ in range(200):
+        end.sendall(b" ")
+        time.sleep(0.02)
 
 
 def train_in_two_parts(recipe: Recipe, port: int, path: str) -> Any:
@@ -704,3 +872,86 @@ def test_staleness_is_counted_when_a_push_is_applied() -> None:
     )
     assert applied.staleness == 3
     assert torch.allclose(before - model.weight, torch.tensor(0.25))
+
+
+def test_momentum_is_lowered_and_statistics_move_by_a_share() -> None:
+    linear, norm = nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2, affine=False)
+    optimizer = torch.optim.SGD(linear.parameters(), 1.0, momentum=0.9)
+    held = Parameters([linear, norm], optimizer, most_shards=1)
+    gradient = held.buffer()
+    gradient.views[0].fill_(1.0)
+    mean = next(n for n, tensor in enumerate(held.statistics) if tensor is norm.running_mean)
+    gradient.views[1 + mean].fill_(8.0)
+    before = linear.weight.detach().clone()
+    for _ in range(2):
+        push(held, gradient, late=3, part=0.25)
+    lowered = lowered_momentum(0.9, 3)
+    assert norm.running_mean is not None
+    assert torch.allclose(before - linear.weight, torch.tensor(2 + lowered))
+    assert torch.allclose(norm.running_mean, torch.tensor(2 + 0.25 * 6))
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+
+
+def a_push(held: Parameters, number: int, count: float = 1.0) -> Push:
+    present = "1" * len(held.trained)
+    return Push((number,), (), held.versions, present, count, None)
+
+
+def test_a_late_step_is_applied_at_a_part_of_the_rate() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    held = Parameters([model], torch.optim.SGD(model.parameters(), 1.0), most_shards=1)
+    steps, gradient = OpenSteps(held), held.buffer()
+    before = model.weight.detach().clone()
+    gradient.views[0].fill_(1.0)
+    steps.add(0, 1, gradient, a_push(held, 0))
+    late = a_push(held, 1, count=3.0)
+    push(held, held.buffer())
+    push(held, held.buffer())  # zeros: only the version grows
+    steps.add(0, 2, gradient, late)
+    seen: list[float] = []
+
+    def half(staleness: float) -> float:
+        seen.append(staleness)
+        return 0.5
+
+    applied = steps.apply(0, half)
+    assert seen == [2.0]
+    assert applied == AppliedStep({1: 2, 2: 2}, 0.5)
+    assert torch.allclose(before - model.weight, torch.tensor(0.5))
+
+
+def test_a_save_waits_for_updates_that_are_under_way() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    held = Parameters([model], torch.optim.SGD(model.parameters(), 1.0), most_shards=1)
+    engine = AsyncEngine.begin(Async(), Engine(policy_named("even"), 1, 4), 8)
+    _, engine = engine.join(1)
+    share, engine = engine.draw(1)
+    assert share is not None
+    desk = Desk(engine, held, threading.Condition(), None)
+    guest = Guest(None, 1, "", held.buffer(), held.buffer())  # type: ignore[arg-type] # unused
+    inside, may_go_on = threading.Event(), threading.Event()
+    seen: list[tuple[int, ...]] = []
+
+    def block() -> None:
+        inside.set()
+        may_go_on.wait(10)
+
+    def save() -> None:
+        with desk.still():
+            seen.append((desk.engine.updates, *held.versions))
+
+    held.before_update.append(block)
+    pushing = threading.Thread(
+        target=lambda: desk._push_alone(guest, a_push(held, share.number), finite=True)
+    )
+    saving = threading.Thread(target=save)
+    pushing.start()
+    inside.wait(10)
+    saving.start()
+    while not desk._paused:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    may_go_on.set()
+    pushing.join()
+    saving.join()
+    assert seen == [(1, 1)]

@@ -38,17 +38,29 @@ def expected_staleness(times_s: Sequence[float]) -> Floats:
     return np.asarray(times * (1 / times).sum() - 1)
 
 
-def rate_factor(share: float, staleness: float, workers: int, *, damped: bool = True) -> float:
+def usual_staleness(workers: int, *, ahead: bool = False) -> int:
+    """Return the mean staleness of workers: n - 1.
+
+    Where they compute ahead, with weights that are one exchange older, each of them makes one more
+    update in between, itself included.
+
+    >>> usual_staleness(4), usual_staleness(4, ahead=True), usual_staleness(1, ahead=True)
+    (3, 7, 1)
+    """
+    return 2 * workers - 1 if ahead else workers - 1
+
+
+def rate_factor(share: float, staleness: float, usual: float, *, damped: bool = True) -> float:
     """Return what the learning rate of one push is multiplied by.
 
     The rate is stated for the global batch, so a push counts by its worker's share of it; if
-    damped, less the more its staleness exceeds the n - 1 that all workers have on average. It is
-    the rate that is multiplied and not the gradient, whose scale optimizers of Adam's kind ignore.
+    damped, less the more its staleness exceeds the usual one. It is the rate that is multiplied
+    and not the gradient, whose scale optimizers of Adam's kind ignore.
 
-    >>> rate_factor(0.25, staleness=3, workers=4), rate_factor(0.25, staleness=5, workers=4)
+    >>> rate_factor(0.25, staleness=3, usual=3), rate_factor(0.25, staleness=5, usual=3)
     (0.25, 0.08333333333333333)
     """
-    excess = max(0.0, staleness - (workers - 1)) if damped else 0.0
+    excess = max(0.0, staleness - usual) if damped else 0.0
     return share / (1 + excess)
 
 

@@ -20,7 +20,7 @@ from poise.core.observation import Change, Event, Observation
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
 from poise.core.split import apportion
-from poise.core.staleness import rate_factor, stable_part
+from poise.core.staleness import rate_factor, stable_part, usual_staleness
 from poise.core.timing import Floats
 from poise.engine.bsp import Engine
 from poise.engine.modes import Async, Stale
@@ -198,6 +198,12 @@ class AsyncEngine:
         gone_on = all(member.epoch > self.epoch for member in self.members)
         return self.pool.over or self.finished or (bool(self.members) and gone_on)
 
+    @property
+    def usual_staleness(self) -> int:
+        """Without a bound: the updates by which gradients are late on average."""
+        ahead = isinstance(self.mode, Async) and self.mode.ahead
+        return usual_staleness(len(self.members), ahead=ahead)
+
     def member(self, worker: int) -> Member:
         """Return a worker that is here."""
         return self.members[self._place(worker)]
@@ -277,7 +283,7 @@ class AsyncEngine:
 
     def factor(self, share: Share, staleness: int) -> float:
         """Without a bound: return what the learning rate of a push is multiplied by."""
-        return rate_factor(share.part, staleness, len(self.members), damped=self.mode.damped)
+        return rate_factor(share.part, staleness, self.usual_staleness, damped=self.mode.damped)
 
     def step_factor(self, staleness: float) -> float:
         """With a bound: return the same for a step of so much staleness on average."""
@@ -410,7 +416,7 @@ class AsyncEngine:
 
     def next_epoch(self) -> "AsyncEngine":
         """The next epoch starts at its first sample."""
-        return revised(self, epoch=self.epoch + 1, pool=Pool(self.length))
+        return revised(self, epoch=self.epoch + 1, pool=Pool(self.length), groups={})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the training and what was learned, as plain values."""
@@ -471,19 +477,26 @@ class AsyncEngine:
         return member.unpushed[0].step if member.unpushed else self.next_step
 
     def _with_step_cut(self, place: int) -> "AsyncEngine":
-        """Cut the next global batch, if this worker has a part of it."""
+        """Cut the next global batch, if this worker has a part of it.
+
+        Workers that have left this epoch have none, and would not push it.
+        """
         plan, step = self.plan, self.next_step
-        count = min(plan.global_batch, self.pool.free)
-        split = plan.split if count == plan.global_batch else apportion(plan.split, count)
+        wanted = [member.epoch <= self.epoch for member in self.members]
+        planned = [local * wants for local, wants in zip(plan.split, wanted, strict=True)]
+        if not any(planned):
+            planned = [int(wants) for wants in wanted]
+        count = min(sum(planned), self.pool.free)
+        split = planned if count == sum(planned) else apportion(planned, count)
         if not split[place]:
             return self
         engine, members = self, []
-        for member, local, planned in zip(self.members, split, plan.split, strict=True):
+        for member, local, whole in zip(self.members, split, planned, strict=True):
             if not local:
                 members.append(member)
                 continue
             ranges, pool = engine.pool.take(engine.next_number, local)
-            part = planned / plan.global_batch
+            part = whole / plan.global_batch
             share = Share(engine.next_number, self.epoch, step, ranges, part)
             members.append(revised(member, cut=(*member.cut, share), steps=member.steps + 1))
             engine = revised(engine, pool=pool, next_number=engine.next_number + 1)

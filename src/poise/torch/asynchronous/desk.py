@@ -138,12 +138,14 @@ class Desk:
                 self.tell_no_more(guest)
                 return
             queued_s = self._await_turn(guest)
-        self._send_weights(guest, shares, queued_s)
+        self._send_weights(guest, shares, queued_s, counted=bool(asked.kept) and not kept)
 
     def push(self, guest: Guest, push: Push) -> None:
         """Take a worker's gradient, and give it new weights and its next local batch."""
         parameters = self.parameters
         push.check(len(parameters.trained), parameters.versions)
+        if self._began_s is None:
+            self._began_s = time.monotonic()
         guest.link.receive(guest.gradient.bytes)
         if isinstance(self.ended, str):
             self.tell_no_more(guest)
@@ -230,7 +232,6 @@ class Desk:
                 self._state.wait()
             engine = self.engine
             share = engine.shares(guest.worker, push.numbers)[-1]
-            self._note_begin()
             self._in_flight += 1
         queued_s = time.perf_counter() - start_s
         applied = Applied(0, 0.0)
@@ -242,7 +243,7 @@ class Desk:
                         [each == "1" for each in push.present],
                         since=push.versions,
                         factor=partial(engine.factor, share),
-                        late=len(engine.members) - 1,
+                        late=engine.usual_staleness,
                         part=share.part,
                     )
             with self._state:  # not where that failed: a push that was not applied does not count
@@ -270,17 +271,12 @@ class Desk:
 
     def _apply_steps(self) -> None:
         while (step := self.engine.complete()) is not None:
-            self._note_begin()
             with self._own_errors():
                 applied = self._open_steps.apply(step, self.engine.step_factor)
             self.engine = self.engine.applied(step, applied.staleness)
             for worker in applied.staleness.keys() & self._guests.keys():
                 self._guests[worker].factor = applied.factor
             self._state.notify_all()
-
-    def _note_begin(self) -> None:
-        if self._began_s is None:
-            self._began_s = time.monotonic()
 
     def _skip(self, guest: Guest, numbers: Sequence[int]) -> None:
         if numbers:
@@ -309,7 +305,9 @@ class Desk:
         if guest.link.ended():
             raise EOFError("the connection is closed")
 
-    def _send_weights(self, guest: Guest, shares: Sequence[Share], queued_s: float) -> None:
+    def _send_weights(
+        self, guest: Guest, shares: Sequence[Share], queued_s: float, *, counted: bool = False
+    ) -> None:
         copied = self.parameters.copy(guest.weights)
         with self._state:
             engine = self.engine
@@ -322,6 +320,7 @@ class Desk:
                 dropped=engine.member(guest.worker).tally.dropped,
                 split=engine.plan.split,
                 queued_s=queued_s + copied.waited_s,
+                counted=counted,
             )
         guest.link.say(said)
         guest.link.send(guest.weights.bytes)

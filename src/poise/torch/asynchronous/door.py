@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from poise.errors import Disagreement, InvalidSetting, ServerLost
-from poise.torch.asynchronous.link import Link
+from poise.torch.asynchronous.link import Link, keep_from_children
 from poise.torch.asynchronous.messages import About
 
 MAGIC = b"poise-1\n"
@@ -34,6 +34,7 @@ class Door:
         self, host: str, port: int, secret: bytes | None, meet: Callable[[Link, About], None]
     ) -> None:
         self._listener = listening(host, port)
+        keep_from_children(self._listener)
         self._secret = secret
         self._meet = meet
         self._strangers = threading.BoundedSemaphore(_STRANGERS)
@@ -111,8 +112,8 @@ def check_secret(host: str, secret: bytes | None, *, loopback: bool) -> None:
 
 def let_in(end: socket.socket, secret: bytes | None) -> tuple[Link, About] | None:
     """Return a connection with a worker, and what it says of itself; None: it was none."""
-    end.settimeout(_PATIENCE_S)
     link = Link(end)
+    link.set_deadline(_PATIENCE_S)
     try:
         if link._exactly(len(MAGIC)) != MAGIC:
             link.close()
@@ -126,20 +127,20 @@ def let_in(end: socket.socket, secret: bytes | None) -> tuple[Link, About] | Non
             link.close()
             return None
         link.tell({"proof": _proof(secret, "server", ours, theirs)})
-        about = link.listen()
+        about = link.listen(_SHORT)
         if isinstance(about, About):
             return link, about
         link.close()
         return None
-    except (OSError, EOFError, ValueError, RuntimeError, Disagreement):  # whatever it may send
+    except (OSError, EOFError, ValueError, Disagreement):  # whatever it may send
         link.close()
         return None
 
 
 def knock(end: socket.socket, secret: bytes | None, about: About) -> Link:
     """Return a connection with a server, told what this worker says of itself; or raise."""
-    end.settimeout(_PATIENCE_S)
     link = Link(end)
+    link.set_deadline(_PATIENCE_S)
     try:
         end.sendall(MAGIC)
         asked = link.hear(_SHORT)

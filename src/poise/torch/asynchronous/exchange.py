@@ -17,16 +17,19 @@ from poise.core.batch import Batch
 from poise.core.timing import Floats
 from poise.engine.asp import Report
 from poise.errors import Disagreement, OutOfOrder, PoiseWarning, ServerLost
+from poise.torch.asynchronous.buffers import OtherBuffers
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import Begin, Handed, Leave, NoMore, Push, Weights
-from poise.torch.asynchronous.parameters import trained_parameters
+from poise.torch.asynchronous.parameters import statistics, trained_parameters
 from poise.torch.compiling import graphs_compiled
 from poise.torch.meter import Meter, observation_of
 from poise.torch.module import count_backwards
 from poise.torch.run import Tally, is_usable
 
-_GONE = (OSError, EOFError, RuntimeError)
+_GONE = (OSError, EOFError)
+_LOOKS = 3
+"""Pushes after which it is clear which buffers training changes."""
 
 
 class Waits:
@@ -48,7 +51,7 @@ class ServerExchange:
         link: Link,
         address: str,
         optimizer: Optimizer,
-        statistics: Sequence[Tensor],
+        models: Sequence[nn.Module],
         *,
         meter: Meter,
         waits: Waits,
@@ -60,7 +63,8 @@ class ServerExchange:
         self._address = address
         self._optimizer = optimizer
         self._trained: list[nn.Parameter] = trained_parameters(optimizer)
-        self._statistics = list(statistics)
+        self._statistics = statistics(models)
+        self._others = OtherBuffers(models)
         self._gradient = Flat([*self._trained, *self._statistics])
         self._weights = Flat([*self._trained, *self._statistics])
         self._meter = meter
@@ -88,6 +92,7 @@ class ServerExchange:
         self._rates: list[float] = []
         """As the server said them."""
         self._warned = False
+        self._looks = _LOOKS
         self._versions: tuple[int, ...] = ()
         self.epoch = epoch
         self.done = False
@@ -102,7 +107,6 @@ class ServerExchange:
         """
         self._settle(leaving=new_pass)
         self._await_traveling()
-        self._arrived = None  # newer weights follow
         self._meter.disturb()
         self._shares.clear()
         kept = tuple(handed.number for handed in self._under_way)
@@ -116,10 +120,14 @@ class ServerExchange:
         match answer:
             case Weights():
                 self._take(answer)
+                if answer.counted:
+                    self._under_way = []  # what is added up is pushed with the next one
                 return True
             case NoMore():
+                if self._arrived is not None:
+                    self._take(self._arrived)
                 self.epoch, self.done = answer.epoch, answer.done
-                self._under_way = []  # what is added up is pushed with the next epoch's first
+                self._under_way = []
                 return False
         raise Disagreement(f"the server answered with {type(answer).__name__}")
 
@@ -165,6 +173,8 @@ class ServerExchange:
                 "optimizer.step() ran without a batch from the prepared loader; take batches "
                 "from the loader that prepare returned"
             )
+        self._check_trained(optimizer)
+        self._warn_of_buffers()
         self._await_traveling()
         push = self._read_gradient()
         self._under_way, self._skipped = [], []
@@ -296,6 +306,30 @@ class ServerExchange:
         if self._under_way and not is_usable([p.grad for p in self._trained]):
             self._skipped += [handed.number for handed in self._under_way]
             self._under_way = []
+
+    def _check_trained(self, optimizer: Optimizer) -> None:
+        known = {id(parameter) for parameter in self._trained}
+        if any(id(parameter) not in known for parameter in trained_parameters(optimizer)):
+            raise OutOfOrder(
+                "the optimizer has parameters to train that it did not have in prepare, and the "
+                "server does not know them; unfreeze or add them before prepare"
+            )
+
+    def _warn_of_buffers(self) -> None:
+        """Say once that the server does not have what a model keeps in buffers of its own."""
+        if not self._looks:
+            return
+        self._looks -= 1
+        changed = self._others.changed()
+        if changed:
+            self._looks = 0
+            warnings.warn(
+                f"training changes the buffers {', '.join(changed[:3])}, of which only running "
+                "statistics of normalization layers travel: the server evaluates and saves them "
+                'as they were at the start; use mode="sync" for this model',
+                PoiseWarning,
+                stacklevel=5,
+            )
 
     def _warn_of_scheduler(self) -> None:
         """Say once that a rate that changes with this process's batches reaches nobody."""

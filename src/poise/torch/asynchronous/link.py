@@ -6,12 +6,15 @@ on the other side at once; the end of a machine, by the keep-alive of the socket
 """
 
 import json
+import os
 import socket
 import struct
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.distributed import ProcessGroupGloo, Store
@@ -27,17 +30,37 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_US
 """Seconds of silence, seconds from one question to the next, how many stay unanswered; and, in
 milliseconds, how long what was sent may stay unanswered."""
 _TRANSFER = timedelta(minutes=5)
-_SEED = "poise"
+_LEAST_S = 0.001
+_open: "WeakSet[socket.socket]" = WeakSet()
+_watching: list[bool] = []
+
+
+def keep_from_children(end: socket.socket) -> None:
+    """Have processes that are forked later, such as a loader's, let go of a socket.
+
+    Else it would stay open after the end of this process, until they notice it.
+    """
+    if not _watching:
+        _watching.append(True)
+        os.register_at_fork(after_in_child=_let_go)
+    _open.add(end)
+
+
+def _let_go() -> None:
+    for end in list(_open):
+        end.close()
 
 
 class Link:
-    """One end of a connection. A closed one raises EOFError, OSError or RuntimeError."""
+    """One end of a connection. A closed one raises EOFError or OSError."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._pair: Any = None
         """A ProcessGroupGloo, of which torch's stubs know little."""
         self._server = False
+        self._deadline_s: float | None = None
+        keep_from_children(end)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
@@ -51,7 +74,12 @@ class Link:
 
     def set_limit(self, seconds: float | None) -> None:
         """Set how long a text is waited for; None: for ever."""
+        self._deadline_s = None
         self._socket.settimeout(seconds)
+
+    def set_deadline(self, seconds: float) -> None:
+        """Set how long all texts until the next limit may take together."""
+        self._deadline_s = time.monotonic() + seconds
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send a text."""
@@ -71,9 +99,9 @@ class Link:
         """Send a message."""
         self.tell({name_of(message): to_plain(message)})
 
-    def listen(self) -> Message:
+    def listen(self, most_bytes: int = MOST_BYTES) -> Message:
         """Return the next message, or raise what the other end says instead."""
-        found = self.hear()
+        found = self.hear(most_bytes)
         if "refused" in found:
             raise Disagreement(str(found["refused"]))
         if "failed" in found:
@@ -108,17 +136,20 @@ class Link:
         options._threads = 1
         options._timeout = _TRANSFER
         self._server = server
-        self._pair = gloo(_Letters(self), 0 if server else 1, 2, options)
+        with _as_connection():
+            self._pair = gloo(_Letters(self), 0 if server else 1, 2, options)
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor on the CPU."""
         assert self._pair is not None
-        self._pair.send([tensor], 1 if self._server else 0, 0).wait()
+        with _as_connection():
+            self._pair.send([tensor], 1 if self._server else 0, 0).wait()
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Receive a tensor into another one of the same size."""
         assert self._pair is not None
-        self._pair.recv([tensor], 1 if self._server else 0, 0).wait()
+        with _as_connection():
+            self._pair.recv([tensor], 1 if self._server else 0, 0).wait()
 
     def hang_up(self) -> None:
         """Hear nothing more; what is being sent still arrives."""
@@ -142,12 +173,27 @@ class Link:
     def _exactly(self, count: int) -> bytes:
         parts, missing = [], count
         while missing:
+            if self._deadline_s is not None:
+                left_s = self._deadline_s - time.monotonic()
+                self._socket.settimeout(max(left_s, _LEAST_S))
             part = self._socket.recv(min(missing, 2**20))
             if not part:
                 raise EOFError("the connection is closed")
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
+
+
+@contextmanager
+def _as_connection() -> Iterator[None]:
+    """Raise what gloo says of a lost pair as what a socket would raise."""
+    try:
+        yield
+    except RuntimeError as error:
+        slow = "timed out" in str(error).lower()
+        raise ConnectionError(
+            "a transfer took too long" if slow else "the connection is closed"
+        ) from error
 
 
 class _Letters(Store):

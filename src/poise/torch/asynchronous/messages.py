@@ -108,6 +108,8 @@ class Weights:
     split: tuple[int, ...]
     queued_s: float
     """How long the push waited in the server, for it or for other workers."""
+    counted: bool = False
+    """Whether what the worker keeps, to be pushed later, counts as pushed by now."""
 
 
 @dataclass(frozen=True)

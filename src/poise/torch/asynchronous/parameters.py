@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from poise.core.staleness import lowered_momentum
+from poise.core.staleness import lowered_momentum, usual_staleness
 from poise.engine.modes import Async, Stale
 from poise.torch.asynchronous.flat import Flat
 
@@ -57,11 +57,15 @@ def momentum_notice(mode: Async | Stale, optimizer: Optimizer, workers: int) -> 
     """Say that explicit momentum is lowered, before anybody wonders; "" if it is not."""
     group = optimizer.param_groups[0]
     stated = group.get("momentum") or (group.get("betas") or (0.0,))[0]
-    if isinstance(mode, Stale) or workers == 1 or not isinstance(stated, float) or not stated:
+    if isinstance(mode, Stale) or not isinstance(stated, float) or not stated:
+        return ""
+    late = usual_staleness(workers, ahead=mode.ahead)
+    if not late:
         return ""
     return (
-        f"updates of {workers} workers that do not wait for each other act like momentum, so that "
-        f"of the optimizer is {lowered_momentum(stated, workers - 1):.2g} instead of {stated:g}"
+        f"updates that are {late} late, those of {workers} workers that do not wait for each "
+        f"other, act like momentum, so that of the optimizer is "
+        f"{lowered_momentum(stated, late):.2g} instead of {stated:g}"
     )
 
 
@@ -179,6 +183,12 @@ class Parameters:
         self._merge(gradient.views[len(self.trained) :], part)
         self.optimizer.__dict__["_opt_called"] = True  # or torch's schedulers think it never steps
         return Applied(staleness, waited_s)
+
+    def follow(self) -> None:
+        """Let the learning rates follow, as before an update."""
+        with self._shards[0].held():
+            for call in self.before_update:
+                call()
 
     @torch.no_grad()
     def _merge(self, seen: Sequence[Tensor], part: float) -> None:

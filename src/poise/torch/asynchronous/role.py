@@ -97,7 +97,7 @@ def role_of(stated: object) -> Role:
 
 
 def _server(mode: Mode | None, serving: Serving) -> Role:
-    if mode is not None and serving.mode is not None and mode != serving.mode:
+    if mode is not None and serving.mode is not None and str(mode) != str(serving.mode):
         raise InvalidSetting(
             f'the script says mode="{mode}" and the command --mode {serving.mode}; say it once'
         )

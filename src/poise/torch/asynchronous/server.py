@@ -27,7 +27,14 @@ from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
 from poise.engine.modes import Async, Stale
 from poise.environment import shared_secret
-from poise.errors import Disagreement, OutOfOrder, PoiseError, PoiseWarning, StateMismatch
+from poise.errors import (
+    Disagreement,
+    InvalidSetting,
+    OutOfOrder,
+    PoiseError,
+    PoiseWarning,
+    StateMismatch,
+)
 from poise.records import Recorder
 from poise.torch.asynchronous.desk import LOOK_S, Desk, Failed, Guest
 from poise.torch.asynchronous.door import Door, check_secret
@@ -61,7 +68,7 @@ from poise.torch.settings import Settings
 _SHOW_S = 1.0
 _HANG_S = 1800.0
 _GOODBYE_S = 5.0
-_GONE = (OSError, EOFError, RuntimeError)
+_GONE = (OSError, EOFError)
 """What a connection raises whose other end is gone."""
 _VERSION = 1
 _log = logging.getLogger("poise")
@@ -95,6 +102,8 @@ class Server:
         self._schedules: list[Schedule] = []
         self._saved_schedules: list[Any] = []
         """Of a restart, until the script makes the schedules that they are of."""
+        self._saved_optimizer: dict[str, Any] = {}
+        """The same, since a schedule that is made changes rates."""
         host, secret = self._serving.host, shared_secret()
         check_secret(host, secret, loopback=is_loopback(host))
         self._door = Door(host, self._serving.port, secret, self._meet)
@@ -216,6 +225,7 @@ class Server:
         """Let a schedule follow the samples before each update, whatever the script calls."""
         if self._saved_schedules:
             schedule.load_state_dict(self._saved_schedules.pop(0))
+            self._optimizer.load_state_dict(self._saved_optimizer)
         self._schedules.append(schedule)
         self._prepared("a schedule").parameters.before_update.append(schedule.follow)
         return True
@@ -227,7 +237,8 @@ class Server:
 
     def fail(self, error: BaseException, *, leave: bool = True) -> None:
         """Tell the workers why the server stops."""
-        self._end(f"{type(error).__name__}: {error}")
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self._end("it was interrupted" if interrupted else f"{type(error).__name__}: {error}")
 
     def service(self) -> Service:
         """Return what the server does, at this moment."""
@@ -236,16 +247,25 @@ class Server:
     def serve(self) -> None:
         """Serve the workers until every sample of the epoch is pushed."""
         desk = self._prepared("a pass over the loader")
+        self._check_schedules()
         order = self._orders.at(desk.engine.epoch)
         desk.order = None if isinstance(self._orders, KeyedOrders) else order
         with self._state:
             desk.is_open = self._opened = True
             self._state.notify_all()
-        while self._failure is None and not desk.engine.over:
-            with self._state:
-                self._state.wait(LOOK_S)
+        while not self._ends_epoch(desk):
             self._on_schedule()
+        desk.parameters.follow()
+        self._show()
+        if self._serving.save is not None:
+            self._save()
+
+    def _ends_epoch(self, desk: Desk) -> bool:
+        """Wait for news; if the epoch is over, turn to the next one."""
         with self._state:
+            if self._failure is None and not desk.engine.over:
+                self._state.wait(LOOK_S)
+                return False
             desk.is_open = False
             if self._failure is not None:
                 raise self._failure
@@ -254,9 +274,17 @@ class Server:
             else:
                 desk.engine = desk.engine.next_epoch()
             self._state.notify_all()
-        self._show()
-        if self._serving.save is not None:
-            self._save()
+            return True
+
+    def _check_schedules(self) -> None:
+        """Raise for a schedule that a restart would begin anew, without a word."""
+        scheduled = hasattr(self._optimizer.step, "_wrapped_by_lr_sched")  # a mark of torch's
+        if self._serving.save is not None and scheduled and not self._schedules:
+            raise InvalidSetting(
+                "the optimizer has a scheduler that --save does not know, so that a restart would "
+                "begin it anew; wrap it in BySamples, with the samples of an epoch as "
+                "samples_per_step if it is to step once per epoch, or save in the script instead"
+            )
 
     def _on_schedule(self) -> None:
         now_s = time.monotonic()
@@ -300,13 +328,15 @@ class Server:
             for model, saved in zip(self._models, state["models"], strict=True):
                 model.load_state_dict(saved)
             self._optimizer.load_state_dict(state["optimizer"])
+            self._saved_optimizer = state["optimizer"]
             self._saved_schedules = list(state["schedules"])
             self.load_state_dict(state["balancer"])
         except PoiseError:
             raise
         except Exception as error:
             raise StateMismatch(
-                f"{path} does not fit this training: {error}; move it away to start anew"
+                f"{path} does not fit this training, or is damaged ({_first_line(error)}); move it "
+                "away to start anew"
             ) from error
         _log.info("going on from %s, epoch %d", path, self._prepared("restore").engine.epoch)
 
@@ -438,6 +468,11 @@ class ServedEpoch:
     def __iter__(self) -> Iterator[Any]:
         self._server.serve()
         return iter(())
+
+
+def _first_line(error: Exception) -> str:
+    """Say in short what torch says at length."""
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 def _check_about(about: About, mode: Async | Stale) -> None:

@@ -31,7 +31,7 @@ class Service:
     """and all of them."""
     updates: int
     seconds: float
-    """Since the first update."""
+    """Since the first push."""
     busy_s: float
     """Of those, in which it applied gradients or copied weights; shards count each by itself."""
     workers: tuple[ServedWorker, ...]

@@ -30,8 +30,9 @@ from poise.torch.asynchronous.facts import (
     own_mean,
 )
 from poise.torch.asynchronous.flat import Flat
+from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import About, Handed, Weights
-from poise.torch.asynchronous.parameters import everything, statistics
+from poise.torch.asynchronous.parameters import everything
 from poise.torch.asynchronous.role import Role
 from poise.torch.checks import as_list, check_loader, check_models, check_optimizers, length_of
 from poise.torch.clocks import clock_of
@@ -50,6 +51,9 @@ _PATIENCE_S = 300.0
 """How long a server is waited for that does not listen yet."""
 _AGAIN_S = 0.2
 _SAY_S = 3.0
+_CLOSED_S = 15.0
+"""How long a server may hang up at once: it hears only so many at a time that it does not know."""
+_LAST_PORT = 65535
 
 
 class JoinedWorker:
@@ -66,7 +70,7 @@ class JoinedWorker:
         self._address = role.address
         mode = None if role.mode is None else str(role.mode)
         about = About(__version__, mode, role.number, socket.gethostname())
-        self._link = knock(_reached(role.address), shared_secret(), about)
+        self._link = _let_in(role.address, about)
         self._link.set_limit(None)
         answer = self._heard()
         self.worker = int(answer["worker"])
@@ -134,7 +138,7 @@ class JoinedWorker:
             self._link,
             self._address,
             stepped,
-            statistics(models),
+            models,
             meter=Meter(clock_of(device), memory, waits, loads_itself=loader.num_workers == 0),
             waits=waits,
             ahead=self._ahead,
@@ -301,11 +305,25 @@ class _Handed:
         return [sample for part in parts for sample in part]
 
 
+def _let_in(address: str, about: About) -> Link:
+    """Return a connection with a server that has let this worker in."""
+    begin_s = time.monotonic()
+    while True:
+        end = _reached(address)
+        try:
+            return knock(end, shared_secret(), about)
+        except ServerLost:
+            if time.monotonic() - begin_s > _CLOSED_S:
+                raise
+            time.sleep(_AGAIN_S)
+
+
 def _reached(address: str) -> socket.socket:
     """Return a connection with the server, which may not have started yet."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > _LAST_PORT:
         raise InvalidSetting(f"POISE_SERVER={address!r} is no address; give host:port")
+    host = host.removeprefix("[").removesuffix("]")
     begin_s = time.monotonic()
     said = False
     while True:
