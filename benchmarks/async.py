@@ -8,8 +8,9 @@ same. All takes about 45 minutes.
 rate falls to zero along a cosine over all samples: with a constant one the accuracy of the same
 training scattered by three points from run to run, more than what is compared. Learning rate and
 momentum are chosen by `--choose` at heterogeneity level 1 alone, uniform, with seeds of its own, by
-accuracy after all samples: the smallest rate within one standard deviation of the best. A training
-is one pass over as many samples as are chosen by its seed, the same ones in all ways of training.
+accuracy after all samples: the best of those rates at which twice the rate learns, too, with every
+seed. A training is one pass over as many samples as are chosen by its seed, the same ones in all
+ways of training.
 
 **Cluster.** Four workers under CPU quotas in the core ratios of OmniLearn's heterogeneity levels 1,
 2, 4 and 8 (slowest to fastest 1 to level), scaled to 1.35 cores in all, one torch thread each, and

@@ -36,6 +36,10 @@ QUICK = Amount(
 )
 CHOOSING = replace(FULL, levels=(1,), seeds=(100, 101, 102))
 PARTS = ("trainings", "server")
+_WIDTH = 110
+"""Columns that a table needs."""
+_LEARNS = 0.5
+"""Accuracy below which a training has failed."""
 
 
 def main(description: str) -> int:
@@ -91,14 +95,17 @@ def _amount(arguments: argparse.Namespace) -> Amount:
 
 
 def _choose(amount: Amount, say: Say) -> None:
+    """Find the best rate that is a factor of two away from one that fails with some seed."""
     results = sweep(amount, CHOICES, UNIFORM, say)
-    best = max((finals for _, _, finals in results), key=statistics.mean)
-    enough = statistics.mean(best) - statistics.stdev(best)
-    rate, momentum, finals = min(each for each in results if statistics.mean(each[2]) >= enough)
-    print(
-        f"chosen: learning rate {rate:g}, momentum {momentum:g}, accuracy "
-        f"{statistics.mean(finals):.2%}; best {statistics.mean(best):.2%}"
-    )
+    learn = {(rate, momentum) for rate, momentum, finals in results if min(finals) > _LEARNS}
+    safe = [each for each in results if {each[:2], (2 * each[0], each[1])} <= learn]
+    for rate, momentum, finals in results:
+        print(
+            f"learning rate {rate:g}, momentum {momentum:g}: {statistics.mean(finals):.2%} "
+            f"({min(finals):.2%} to {max(finals):.2%})"
+        )
+    rate, momentum, _ = max(safe, key=lambda each: statistics.mean(each[2]))
+    print(f"chosen: learning rate {rate:g}, momentum {momentum:g}")
 
 
 def _loads(say: Say, *, quick: bool) -> list[Loaded]:
@@ -115,6 +122,7 @@ def _tell(found: Found | None, loads: list[Loaded], *, as_object: bool) -> None:
         print(as_json("async", all_figures, context))
         return
     console = Console()
+    console.width = max(console.width, _WIDTH)
     if found is not None:
         for level in found.amount.levels:
             console.print(table_of(found, level))
