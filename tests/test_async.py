@@ -1,6 +1,7 @@
 """Training with a server: real processes, real gloo pairs. Worker 0 of each case is the server."""
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -35,6 +36,7 @@ from poise.torch import Async, Balancer, BySamples, Stale
 from poise.torch.asynchronous import parameters as parameters_module
 from poise.torch.asynchronous.desk import Desk, Guest
 from poise.torch.asynchronous.flat import Flat
+from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import Push
 from poise.torch.asynchronous.parameters import Applied, Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
@@ -955,3 +957,21 @@ def test_a_save_waits_for_updates_that_are_under_way() -> None:
     pushing.join()
     saving.join()
     assert seen == [(1, 1)]
+
+
+def test_forked_processes_keep_no_connection_open() -> None:
+    """Those of a loader outlive a worker that is killed, and its server must notice at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        mine = Link(socket.create_connection(listener.getsockname()[:2]))
+        other, _ = listener.accept()
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        mine.close()
+        other.settimeout(10)
+        assert other.recv(1) == b""
+    finally:
+        other.close()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
