@@ -13,8 +13,8 @@ seed. A training is one pass over as many samples as are chosen by its seed, the
 ways of training.
 
 **Cluster.** Four workers under CPU quotas in the core ratios of OmniLearn's heterogeneity levels 1,
-2, 4 and 8 (slowest to fastest 1 to level), scaled to 1.35 cores in all, one torch thread each, and
-a server without a quota, in `poise.lab`. The same five processes make all trainings; quotas hold
+2, 4 and 8 for asynchronous training, scaled to 1.35 cores in all, one torch thread each, and a
+server without a quota, in `poise.lab`. The same five processes make all trainings; quotas hold
 from when all of them are ready.
 
 **Trainings.** uniform: asynchronous, equal local batches. balanced: asynchronous, policy auto, the

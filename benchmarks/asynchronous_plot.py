@@ -80,6 +80,7 @@ def _draw_staleness(axis: Any, shown: tuple[Sequence[Mapping[str, Any]], str]) -
         width = 0.8 / len(workers)
         where = np.arange(len(counts)) + (place - (len(workers) - 1) / 2) * width
         axis.bar(where, counts / counts.sum(), width, label=f"worker {worker}")
+    axis.set_xticks(range(0, _MOST_STALE + 1, 2))
     axis.axvline(len(workers) - 1, color="gray", linewidth=0.8, linestyle="dotted")
     axis.legend(fontsize=8, frameon=False)
 
@@ -98,8 +99,10 @@ def _draw_server(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         limits = [row["limit"] for row in own]
         axis.axhline(np.median(limits), color=line.get_color(), linewidth=0.8, linestyle="dotted")
     axis.set_xscale("log", base=2)
+    counts = sorted({row["workers"] for row in rows})
+    axis.set_xticks(counts, [str(count) for count in counts])
     axis.set_yscale("log")
-    axis.legend(fontsize=8, frameon=False, title="model; dotted: limit by its own work")
+    axis.legend(fontsize=8, frameon=False, loc="center right", title="dotted: by its own work")
 
 
 if __name__ == "__main__":

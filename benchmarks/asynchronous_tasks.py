@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from poise.engine.modes import Async, Stale
-from poise.sim.scenes import CORES
+from poise.sim.scenes import ASP_CORES
 from poise.torch import Balancer, BySamples
 
 TASK = IMAGES
@@ -70,6 +70,6 @@ class Turn:
 
 
 def speeds(level: int) -> list[float]:
-    """Return the workers' quotas in cores: slowest to fastest are 1 to level."""
-    cores = CORES[level]
+    """Return the workers' quotas in cores, in the ratios of a heterogeneity level."""
+    cores = ASP_CORES[level]
     return [TOTAL_CORES * each / sum(cores) for each in cores]

@@ -9,6 +9,8 @@ from poise.sim.truth import Bent, Truth
 
 CORES = {1: (12, 12, 12, 12), 2: (12, 12, 8, 16), 4: (9, 9, 6, 24), 8: (6, 6, 4, 32)}
 """OmniLearn's core tables for synchronous training, by heterogeneity level: max / min cores."""
+ASP_CORES = {1: (10, 10, 10, 10), 2: (8, 8, 8, 16), 4: (10, 10, 4, 16), 8: (4, 4, 4, 28)}
+"""The same for asynchronous training; at level 8 it is 7 times the cores."""
 WALK = (1, 2, 4, 8, 8, 4, 2, 1)
 """OmniLearn's walk through these levels."""
 
