@@ -330,6 +330,7 @@ def odd(way: str) -> tuple[int, int, float]:
         return steps, found.estimates, (found.scale or math.nan) / (trace / grad_sq)
 
 
+@pytest.mark.slow
 def test_unusual_steps_are_looked_at_only_where_they_say_something(workers: Workers) -> None:
     steps, estimates, ratio = workers.run(odd, "compressed", workers=3)[0]
     assert estimates > 0.9 * steps

@@ -30,7 +30,7 @@ def check(found: dict[str, Any], events: int) -> None:
     assert found["loss"] < 0.4  # it begins at about 0.8
 
 
-@pytest.mark.parametrize("mode", ["async", "stale:2"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("stale:2", marks=pytest.mark.slow)])
 def test_a_dozen_kills_and_joins(mode: str, tmp_path: Path) -> None:
     check(endure(mode, 12, 1, tmp_path), 12)
 

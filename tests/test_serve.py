@@ -278,6 +278,7 @@ def test_two_workers_train_to_the_end(script: str, tmp_path: Path) -> None:
     assert saved.exists()
 
 
+@pytest.mark.slow
 def test_an_error_of_the_server_reaches_its_workers(script: str) -> None:
     with (
         serving(script, "the server fails") as (server, address),

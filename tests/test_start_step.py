@@ -109,7 +109,9 @@ LEADS = [
 ]
 
 
-@pytest.mark.parametrize("leads", LEADS)
+@pytest.mark.parametrize(
+    "leads", [*LEADS[:2], pytest.param(LEADS[2], marks=pytest.mark.slow), LEADS[3]]
+)
 def test_online_plans_start_together_at_any_lead(workers: Workers, leads: Any) -> None:
     logs = workers.run(train_with_leads, Restless(), leads, workers=3)
     assert logs[0].splits == logs[1].splits == logs[2].splits

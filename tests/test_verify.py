@@ -135,6 +135,7 @@ def leave_no_trace(directory: Path) -> list[tuple[Any, Any]]:
     return list(zip(before, belongings(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_command_says_same_training(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(SCRIPTS / "good.py"), "--workers", "2", "--steps=2", "--", "--steps", "many"]
     assert main(["verify", *words]) == 0
