@@ -248,6 +248,7 @@ class Server:
         """Serve the workers until every sample of the epoch is pushed."""
         desk = self._prepared("a pass over the loader")
         self._check_schedules()
+        self._saved_schedules, self._saved_optimizer = [], {}  # the script has made its schedules
         order = self._orders.at(desk.engine.epoch)
         desk.order = None if isinstance(self._orders, KeyedOrders) else order
         with self._state:
