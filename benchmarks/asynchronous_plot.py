@@ -86,7 +86,6 @@ def _draw_staleness(axis: Any, shown: tuple[Sequence[Mapping[str, Any]], str]) -
 
 
 def _draw_server(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    axis.set_title("server: updates/s of workers that only push", loc="left")
     axis.set_xlabel("workers")
     for megabytes in sorted({row["megabytes"] for row in rows}):
         own = [row for row in rows if row["megabytes"] == megabytes]
@@ -102,7 +101,8 @@ def _draw_server(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     counts = sorted({row["workers"] for row in rows})
     axis.set_xticks(counts, [str(count) for count in counts])
     axis.set_yscale("log")
-    axis.legend(fontsize=8, frameon=False, loc="center right", title="dotted: by its own work")
+    axis.set_title("server: updates/s of workers that only push; dotted: limit", loc="left")
+    axis.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.2), ncols=3)
 
 
 if __name__ == "__main__":
