@@ -101,7 +101,7 @@ def _draw_server(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     counts = sorted({row["workers"] for row in rows})
     axis.set_xticks(counts, [str(count) for count in counts])
     axis.set_yscale("log")
-    axis.set_title("server: updates/s of workers that only push; dotted: limit", loc="left")
+    axis.set_title("server: updates/s, and its limit (dotted)", loc="left")
     axis.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.2), ncols=3)
 
 
