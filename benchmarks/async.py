@@ -2,7 +2,7 @@
 
 Run: `python benchmarks/async.py [--quick] [--json] [--choose] [--only PART]`. `--quick` takes at
 most three minutes: levels 1 and 8, one seed, fewer samples, a small server part; the bars are the
-same. All takes about 45 minutes.
+same. All takes about 35 minutes.
 
 **Task.** Fashion-MNIST, a small convolutional network (0.1 million parameters), SGD. The learning
 rate falls to zero along a cosine over all samples: with a constant one the accuracy of the same

@@ -950,7 +950,7 @@ def test_a_save_waits_for_updates_that_are_under_way() -> None:
     pushing.start()
     inside.wait(10)
     saving.start()
-    while not desk._paused:
+    while not (desk._paused or seen):
         time.sleep(0.001)
     time.sleep(0.05)
     may_go_on.set()
