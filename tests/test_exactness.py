@@ -71,7 +71,10 @@ def rounding(recipe: Recipe) -> float:
     )
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow), 4],
+)
 def test_any_split_gives_the_weights_of_one_process(workers: Workers, count: int) -> None:
     jobs = [(recipe, random_splits(count * 10 + i, count, 12)) for i, recipe in enumerate(RECIPES)]
     logs = workers.run(many_trainings, jobs, workers=count)

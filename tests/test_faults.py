@@ -165,6 +165,7 @@ def test_a_script_ends_cleanly(tmp_path: Path) -> None:
         assert err == ""
 
 
+@pytest.mark.slow
 def test_an_uncaught_error_in_a_script_reaches_the_others(tmp_path: Path) -> None:
     results = run_script(tmp_path, "raise KeyError('no such column')")
     for worker in (0, 2):
@@ -174,6 +175,7 @@ def test_an_uncaught_error_in_a_script_reaches_the_others(tmp_path: Path) -> Non
         assert "left at step 4: KeyError: 'no such column'" in err
 
 
+@pytest.mark.slow
 def test_the_death_of_the_worker_that_hosts_the_store_is_named(tmp_path: Path) -> None:
     results = run_script(tmp_path, "pass\n    if balancer.worker == 0 and step == 7: os._exit(1)")
     for worker in (1, 2):

@@ -204,6 +204,7 @@ def train_on_slow_data() -> Any:
         return plan.split, plan.bound if plan.forecast is not None else None
 
 
+@pytest.mark.slow
 def test_a_worker_whose_loader_is_slow_is_recognized(workers: Workers) -> None:
     results = workers.run(train_on_slow_data, workers=2)
     split, bound = results[0]
@@ -247,6 +248,7 @@ def train_with_little_memory(policy: Any) -> list[tuple[int, ...]]:
     return splits
 
 
+@pytest.mark.slow
 def test_a_local_batch_never_grows_beyond_its_memory(workers: Workers) -> None:
     """By speed worker 0 would get 32 of 48 samples."""
     splits = workers.run(train_with_little_memory, Auto(), workers=3)[0]
@@ -282,6 +284,7 @@ def train_on_unequal_streams(sizes: tuple[int, ...], speeds: tuple[float, ...]) 
     return told
 
 
+@pytest.mark.slow
 def test_a_stream_that_ends_early_on_one_worker_keeps_the_plans_together(workers: Workers) -> None:
     told = workers.run(train_on_unequal_streams, (400, 60), (0.25, 1.0), workers=2)
     assert len(told[0]) == len(told[1]) > 20

@@ -206,6 +206,7 @@ def in_parts(balancer: Balancer, model: nn.Module, batch: Any) -> None:
             model(real).mean().backward()
 
 
+@pytest.mark.slow
 def test_a_hook_with_a_state_keeps_to_one_layout_of_buckets(workers: Workers) -> None:
     several, mixed = workers.run(hooks_with_a_state, workers=1)[0]
     assert "would mix those of several models" in several
