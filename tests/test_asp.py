@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.core.batch import batches
+from poise.core.observation import Observation
 from poise.core.plan import Plan
 from poise.core.staleness import (
     expected_staleness,
@@ -346,9 +347,11 @@ def test_training_is_finished_when_the_last_worker_leaves_because_it_is_done() -
     assert not engine.over
     _, lost = engine.leave(2)
     assert not lost.over  # others may join
+    assert lost.abandoned
     _, engine = engine.leave(2, done=True)
     assert engine.finished
     assert engine.over
+    assert not engine.abandoned
     _, engine = engine.join(3)
     assert not engine.over
 
@@ -432,6 +435,35 @@ def test_workers_are_known_again_by_their_label() -> None:
         _, resumed = resumed.join(worker, label)
     first, second = resumed.plan.split
     assert second > 3 * first
+
+
+def test_stated_splits_go_on_after_a_resume_with_as_many_workers() -> None:
+    stated = Fixed({0: [8, 4], 5: [6, 6]})
+    state = begun(Async(), 2, policy=stated).state_dict()
+    resumed = AsyncEngine.begin(Async(), Engine(stated, 2, 12), 100).load_state_dict(state)
+    for worker in (1, 2):
+        _, resumed = resumed.join(worker)
+    assert resumed.plan.split == (8, 4)
+    with pytest.raises(InvalidSetting, match="now there are 3 workers"):
+        resumed.join(3)
+
+
+def test_reports_do_not_pile_up_while_a_worker_is_silent() -> None:
+    engine = begun(Async(), 2)
+    for _ in range(1000):
+        decided, engine = engine.reported(1, Report(6, 1.0))
+        assert decided is None
+    assert len(engine.member(1).reports) < 100
+
+
+def test_a_worker_without_a_part_is_not_waited_for() -> None:
+    engine = begun(Stale(1), 2, policy=Fixed([0, 12]))
+    decided, _ = engine.reported(2, Report(12, 1.0))
+    assert decided is not None
+    (observation,) = decided.events
+    assert isinstance(observation, Observation)
+    assert observation.split == (0, 12)
+    assert np.isnan(observation.times("a test")[0, 0])
 
 
 def test_reports_of_a_round_are_averaged_worker_by_worker() -> None:

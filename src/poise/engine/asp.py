@@ -27,6 +27,9 @@ from poise.engine.modes import Async, Stale
 from poise.engine.pool import Pool, Ranges, count_of
 from poise.errors import Disagreement, OutOfOrder, StateMismatch
 
+_MOST_REPORTS = 64
+"""Of a worker in one round: the last ones, while another takes its time."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -197,6 +200,11 @@ class AsyncEngine:
         """
         gone_on = all(member.epoch > self.epoch for member in self.members)
         return self.pool.over or self.finished or (bool(self.members) and gone_on)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether training has started, and all workers are gone that were not done."""
+        return not (self.gathering or self.members or self.finished)
 
     @property
     def usual_staleness(self) -> int:
@@ -403,8 +411,8 @@ class AsyncEngine:
         place = self._place(worker)
         member = self.members[place]
         alike = tuple(each for each in member.reports if each.samples == report.samples)
-        engine = self._with(place, revised(member, reports=(*alike, report)))
-        if not all(each.reports for each in engine.members):
+        engine = self._with(place, revised(member, reports=(*alike[1 - _MOST_REPORTS :], report)))
+        if not all(each.reports or engine._is_idle(each) for each in engine.members):
             return None, engine
         observation = _observation(self.rounds, [each.reports for each in engine.members])
         engine = revised(
@@ -468,6 +476,11 @@ class AsyncEngine:
 
     def _place(self, worker: int) -> int:
         return next(i for i, member in enumerate(self.members) if member.worker == worker)
+
+    def _is_idle(self, member: Member) -> bool:
+        """With a bound: whether a worker has no part of the steps that come."""
+        idle = self.plan.split[self._place(member.worker)] == 0
+        return idle and not member.unpushed and isinstance(self.mode, Stale)
 
     def _with(self, place: int, member: Member) -> "AsyncEngine":
         return revised(self, members=(*self.members[:place], member, *self.members[place + 1 :]))
@@ -545,7 +558,7 @@ def _observation(number: int, reports: Sequence[Sequence[Report]]) -> Observatio
 
     return Observation(
         step=number,
-        split=tuple(own[-1].samples for own in reports),
+        split=tuple(own[-1].samples if own else 0 for own in reports),
         ready_s=mean("iteration_s")[:, None],
         wait_s=if_any(mean("wait_s")),
         load_s=if_any(mean("load_s")),

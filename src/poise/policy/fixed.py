@@ -44,11 +44,14 @@ class Fixed:
 
     def update(self, state: None, events: Sequence[Event]) -> tuple[Decision | None, None]:
         """Nothing observed changes them; another cluster or global batch needs other splits."""
+        workers, global_batch = len(self.splits[0][1]), sum(self.splits[0][1])
         for event in events:
-            if isinstance(event, Change):
+            if not isinstance(event, Change):
+                continue
+            if (len(event.origin), event.global_batch) != (workers, global_batch):
                 raise InvalidSetting(
-                    f"Fixed has splits over {len(self.splits[0][1])} workers of "
-                    f"{sum(self.splits[0][1])} samples, and now there are {len(event.origin)} "
+                    f"Fixed has splits over {workers} workers of "
+                    f"{global_batch} samples, and now there are {len(event.origin)} "
                     f"workers and {event.global_batch} samples; use a policy that can follow"
                 )
         return None, None
