@@ -1,5 +1,7 @@
 """Training with a server: real processes, real gloo pairs. Worker 0 of each case is the server."""
 
+import dataclasses
+import json
 import os
 import signal
 import socket
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from poise import __version__
 from poise.core.staleness import lowered_momentum
 from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
@@ -35,9 +38,10 @@ from poise.records import read_record, replay
 from poise.torch import Async, Balancer, BySamples, Stale
 from poise.torch.asynchronous import parameters as parameters_module
 from poise.torch.asynchronous.desk import Desk, Guest
+from poise.torch.asynchronous.door import knock
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
-from poise.torch.asynchronous.messages import Push
+from poise.torch.asynchronous.messages import About, Push
 from poise.torch.asynchronous.parameters import Applied, Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
 from poise.torch.asynchronous.server import Server
@@ -53,6 +57,10 @@ from tests.training import (
     weights,
 )
 
+ANY_FLOAT = json.dumps(
+    {"push": dataclasses.asdict(Push((0,), (), (0,), "1", 1.0, None)) | {"count": 10**400}}
+)
+"""A push whose count is no float."""
 QUIET = "ignore:updates of . workers that do not wait"
 
 
@@ -305,7 +313,61 @@ def train_among_strangers(recipe: Recipe, port: int) -> Any:
     for garbage in (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b"poise-1\n" + b"\xff" * 5000):
         with socket.create_connection(("127.0.0.1", port)) as end:
             end.sendall(garbage)
+    for answer in (b"[" * 4000, json.dumps({"nonce": "1", "proof": "\u00e4"}).encode()):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as end:
+            end.sendall(b"poise-1\n")
+            link = Link(end)
+            link.hear()
+            link._send(answer)
+            with suppress(ConnectionError):
+                end.recv(10_000)  # hung up on, or told that it is refused
+    for text in (b"[" * 100_000, b'{"failed": "you"}', b'{"about": 1}', b"{}"):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as end:
+            link = knock(end, None, About(__version__, None, None, "here\ud800"))
+            link.hear()
+            link._send(text)
+            link.hear()  # why it is refused
     return refused
+
+
+def train_while_pushes_take_long(recipe: Recipe, port: int) -> list[int]:
+    """Worker 0 serves, and is held up between an update and the next samples; 1 trains."""
+    if os.environ["RANK"] == "0":
+        with as_server(port), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Desk, "_push_alone", _held_up(Desk._push_alone))
+            train(recipe)
+        return []
+    with as_worker(port):
+        model, optimizer, _ = build(recipe)
+        with Balancer(recipe.global_batch) as balancer:
+            loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+            shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
+            counts = []
+            for _ in balancer.epochs(recipe.epochs):
+                seen = 0
+                for inputs, targets, samples in shares:
+                    nn.functional.cross_entropy(shared(inputs), targets).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen += len(samples)
+                counts.append(seen)
+        return counts
+
+
+def _held_up(push: Any) -> Any:
+    def held_up(*args: Any, **stated: Any) -> Any:
+        queued_s = push(*args, **stated)
+        time.sleep(0.05)  # time enough for the main thread to end the epoch and open the next
+        return queued_s
+
+    return held_up
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_a_pass_has_the_samples_of_its_own_epoch(workers: Workers) -> None:
+    recipe = Recipe(samples=24, epochs=4)
+    outcomes = workers.run(train_while_pushes_take_long, recipe, free_port(), workers=2)
+    assert outcomes[1] == [24] * 4
 
 
 def _prepare_only(recipe: Recipe, **stated: Any) -> None:
@@ -316,11 +378,11 @@ def _prepare_only(recipe: Recipe, **stated: Any) -> None:
 
 @pytest.mark.filterwarnings(QUIET)
 def test_strangers_are_refused_with_a_reason_and_disturb_nobody(workers: Workers) -> None:
-    recipe = Recipe(samples=240, epochs=8)
+    recipe = Recipe(samples=240, epochs=60)  # longer than the strangers take
     outcomes = workers.run(train_among_strangers, recipe, free_port(), workers=3)
     (served, _, _), (_, seen, _), refused = outcomes
     assert distance(served, train_plain(recipe)) == 0
-    assert Counter(seen) == Counter(list(range(240)) * 8)
+    assert Counter(seen) == Counter(list(range(240)) * 60)
     expected = ["global_batch is 13", "seed", "stale:3", "POISE_SERVER", "parameter", "length"]
     for message, word in zip(refused, expected, strict=True):
         assert word in message
@@ -583,6 +645,20 @@ def unfreeze(port: int) -> str:
 def test_what_the_server_cannot_know_is_said(workers: Workers) -> None:
     served, said = workers.run(unfreeze, free_port(), workers=2)
     assert (served, bool(said)) == ("", True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"failed": "you"}', '{"refused": "you"}', "[" * 100_000, "{}", '{"leave": 1}', ANY_FLOAT],
+)
+def test_whatever_a_worker_says_is_not_taken_for_an_error_of_the_server(text: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        Link(ours)._send(text.encode())
+        with pytest.raises(Disagreement):
+            Link(theirs).listen()
 
 
 def test_a_stranger_who_speaks_slowly_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -920,6 +996,39 @@ def test_a_late_step_is_applied_at_a_part_of_the_rate() -> None:
     assert seen == [2.0]
     assert applied == AppliedStep({1: 2, 2: 2}, 0.5)
     assert torch.allclose(before - model.weight, torch.tensor(0.5))
+
+
+def test_a_step_of_small_numbers_does_not_overflow() -> None:
+    model = nn.Linear(2, 2, bias=False).to(torch.float16)
+    held = Parameters([model], torch.optim.SGD(model.parameters(), 0.1), most_shards=1)
+    steps, gradient = OpenSteps(held), held.buffer()
+    before = model.weight.detach().clone()
+    gradient.views[0].fill_(10.0)
+    for worker in (1, 2):
+        steps.add(0, worker, gradient, a_push(held, worker, count=4096.0))
+    steps.apply(0, lambda _: 1.0)
+    assert torch.allclose(before - model.weight, torch.tensor(1.0).half(), atol=2e-3)
+
+
+def test_what_cannot_travel_or_be_counted_is_refused() -> None:
+    data = TensorDataset(torch.randn(8, 2))
+    with serving_as(Serving()), Balancer(4) as balancer:
+        model = nn.Linear(2, 2, dtype=torch.complex64)
+        with pytest.raises(InvalidSetting, match="complex parameters"):
+            balancer.prepare(model, torch.optim.SGD(model.parameters(), 1.0), DataLoader(data))
+    endless: Any = NoLength()
+    with serving_as(Serving()), Balancer(4) as balancer:
+        plain = nn.Linear(2, 2)
+        loader = DataLoader(data, sampler=endless)
+        with pytest.raises(InvalidSetting, match="has no length"):
+            balancer.prepare(plain, torch.optim.SGD(plain.parameters(), 1.0), loader)
+
+
+class NoLength:
+    """A sampler that does not say how many it draws."""
+
+    def __iter__(self) -> Any:
+        return iter(range(8))
 
 
 def test_a_save_waits_for_updates_that_are_under_way() -> None:

@@ -162,7 +162,8 @@ class Desk:
                 guest.iteration_s = push.report.iteration_s
                 decided, self.engine = self.engine.reported(guest.worker, push.report)
                 self._record(decided)
-            shares = self._draw(guest, 1) if self.is_open else []
+            here = self.engine.member(guest.worker).epoch == self.engine.epoch
+            shares = self._draw(guest, 1) if self.is_open and here else []
             queued_s += self._await_turn(guest)
             self.engine = self.engine.waited(guest.worker, queued_s)
             self._state.notify_all()
@@ -339,7 +340,10 @@ class Desk:
         if decided.plan is not None:
             _log.info("local batches %s: %s", list(decided.plan.split), decided.plan.why)
         if self._recorder is not None:
-            self._recorder.write_round(decided, self.engine, self.parameters.busy_s)
+            try:
+                self._recorder.write_round(decided, self.engine, self.parameters.busy_s)
+            except OSError as error:  # of the disk, not of a connection
+                raise Failed from error
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:

@@ -122,7 +122,7 @@ def let_in(end: socket.socket, secret: bytes | None) -> tuple[Link, About] | Non
         link.tell({"nonce": ours, "secret": secret is not None})
         answer = link.hear(_SHORT)
         theirs = str(answer.get("nonce", ""))
-        if not hmac.compare_digest(_proof(secret, "worker", ours, theirs), _text(answer, "proof")):
+        if not _same(_proof(secret, "worker", ours, theirs), _text(answer, "proof")):
             link.tell({"refused": "POISE_SECRET is not the server's"})
             link.close()
             return None
@@ -154,7 +154,7 @@ def knock(end: socket.socket, secret: bytes | None, about: About) -> Link:
         if "refused" in answer:
             raise Disagreement(f"the server refuses this worker: {answer['refused']}")
         expected = _proof(secret, "server", theirs, ours)
-        if not hmac.compare_digest(expected, _text(answer, "proof")):
+        if not _same(expected, _text(answer, "proof")):
             raise Disagreement("the server does not know POISE_SECRET; it may be another's")
         link.say(about)
     except (EOFError, OSError) as error:
@@ -169,6 +169,10 @@ def knock(end: socket.socket, secret: bytes | None, about: About) -> Link:
 def _proof(secret: bytes | None, who: str, server_nonce: str, worker_nonce: str) -> str:
     text = f"{who} {server_nonce} {worker_nonce}".encode()
     return hmac.new(secret or b"", text, hashlib.sha256).hexdigest()
+
+
+def _same(proof: str, other: str) -> bool:
+    return hmac.compare_digest(proof.encode(), other.encode())
 
 
 def _text(message: dict[str, Any], key: str) -> str:

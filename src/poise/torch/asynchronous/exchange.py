@@ -114,7 +114,7 @@ class ServerExchange:
         self._skipped = []
         with self._watch("asking for samples"):
             self._link.say(asked)
-            answer = self._link.listen()
+            answer = self._link.answer()
             if isinstance(answer, Weights):
                 self._receive(answer)
         match answer:
@@ -217,7 +217,7 @@ class ServerExchange:
         with self._watch(f"the push of step {self._step - 1}"):
             self._link.say(push)
             self._link.send(self._gradient.bytes)
-            answer = self._link.listen()
+            answer = self._link.answer()
             if not isinstance(answer, Weights):
                 raise Disagreement(f"the server answered a push with {type(answer).__name__}")
             self._receive(answer)

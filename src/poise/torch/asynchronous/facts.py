@@ -1,6 +1,6 @@
 """What must be alike on a server and its workers, and what does not go with a server."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,10 +44,21 @@ def check_servable(optimizers: Sequence[Optimizer], loader: DataLoader[Any]) -> 
             "LBFGS computes gradients inside its step, and a server has no data; use another "
             'optimizer, or mode="sync"'
         )
+    parameters = [p for group in optimizers[0].param_groups for p in group["params"]]
+    if any(parameter.is_complex() for parameter in parameters):
+        raise InvalidSetting(
+            'the model has complex parameters, which do not travel; use mode="sync", or hold real '
+            "and imaginary parts apart"
+        )
     if is_stream(loader):
         raise InvalidSetting(
             "the loader reads a stream, whose samples have no numbers, and a server hands samples "
             'out by their number; use a map-style data set, or mode="sync"'
+        )
+    if not isinstance(loader.sampler, Sized):
+        raise InvalidSetting(
+            f"the sampler ({type(loader.sampler).__name__}) has no length, and a server must know "
+            'when an epoch is over; give it __len__, or use mode="sync"'
         )
 
 

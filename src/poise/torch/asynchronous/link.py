@@ -89,7 +89,7 @@ class Link:
         """Return the next text."""
         try:
             found = json.loads(self._receive(most_bytes))
-        except ValueError as error:  # no JSON, or no UTF-8
+        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or brackets too deep
             raise Disagreement(f"the other end of a connection sent {error}") from None
         if not isinstance(found, dict):
             raise Disagreement(f"the other end of a connection sent a {type(found).__name__}")
@@ -99,21 +99,18 @@ class Link:
         """Send a message."""
         self.tell({name_of(message): to_plain(message)})
 
-    def listen(self, most_bytes: int = MOST_BYTES) -> Message:
-        """Return the next message, or raise what the other end says instead."""
-        found = self.hear(most_bytes)
+    def answer(self) -> Message:
+        """Return the server's next message, or raise what it says instead."""
+        found = self.hear()
         if "refused" in found:
             raise Disagreement(str(found["refused"]))
         if "failed" in found:
             raise ServerLost(str(found["failed"]))
-        for name, kind in KINDS.items():
-            if name in found:
-                try:
-                    message: Message = from_plain(kind, found[name])
-                except StateMismatch as error:
-                    raise Disagreement(f"the other end of a connection sent {error}") from None
-                return message
-        raise Disagreement(f"the other end of a connection sent {sorted(found)[:3]}")
+        return _message(found)
+
+    def listen(self, most_bytes: int = MOST_BYTES) -> Message:
+        """Return a worker's next message."""
+        return _message(self.hear(most_bytes))
 
     def ended(self) -> bool:
         """Whether the other end has closed the connection, as far as is known now."""
@@ -182,6 +179,18 @@ class Link:
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
+
+
+def _message(found: Mapping[str, Any]) -> Message:
+    """Return the message that a text holds, or raise."""
+    for name, kind in KINDS.items():
+        if name in found:
+            try:
+                message: Message = from_plain(kind, found[name])
+            except (StateMismatch, OverflowError) as error:
+                raise Disagreement(f"the other end of a connection sent {error}") from None
+            return message
+    raise Disagreement(f"the other end of a connection sent {sorted(found)[:3]}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Steps under way, with a bound: pushes are added up until all of a step are there."""
+"""Steps under way, with a bound: pushes are averaged until all of a step are there."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +11,9 @@ from poise.torch.asynchronous.parameters import Parameters, Versions
 
 
 @dataclass
-class _Sum:
-    total: Flat
+class _Open:
+    mean: Flat
+    """Of the pushes so far, each weighted by its count."""
     counts: dict[int, float] = field(default_factory=dict)
     """Of each worker."""
     present: list[bool] = field(default_factory=list)
@@ -36,26 +37,27 @@ class AppliedStep:
 
 
 class OpenSteps:
-    """The sums of pushes, each weighted by its count, of steps that are not complete."""
+    """The means of pushes, each weighted by its count, of steps that are not complete."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
-        self._sums: dict[int, _Sum] = {}
+        self._open: dict[int, _Open] = {}
 
     @torch.no_grad()
     def add(self, step: int, worker: int, pushed: Flat, push: Push) -> None:
         """Add a push."""
-        if step not in self._sums:
-            self._sums[step] = _Sum(
+        if step not in self._open:
+            self._open[step] = _Open(
                 self._parameters.buffer(), present=[False] * len(self._parameters.trained)
             )
-        whole = self._sums[step]
-        for total, part in zip(whole.total.views, pushed.views, strict=True):
-            if total.is_floating_point():
-                total.add_(part, alpha=push.count)
-            else:
-                torch.maximum(total, part, out=total)
+        whole = self._open[step]
         whole.counts[worker] = push.count
+        part_of_all = push.count / whole.count if whole.count else 0.0
+        for mean, part in zip(whole.mean.views, pushed.views, strict=True):
+            if mean.is_floating_point():
+                mean.lerp_(part, part_of_all)  # a sum would overflow where types are small
+            else:
+                torch.maximum(mean, part, out=mean)
         whole.present = [
             known or new == "1" for known, new in zip(whole.present, push.present, strict=True)
         ]
@@ -64,12 +66,9 @@ class OpenSteps:
     @torch.no_grad()
     def apply(self, step: int, factor: Callable[[float], float]) -> AppliedStep:
         """Make the update of a complete step, at a rate by the mean staleness of its samples."""
-        whole = self._sums.pop(step, None)
+        whole = self._open.pop(step, None)
         if whole is None or not whole.count:
             return AppliedStep({})
-        for total in whole.total.views:
-            if total.is_floating_point():
-                total.div_(whole.count)
         staleness = {
             worker: self._parameters.staleness(versions)
             for worker, versions in whole.versions.items()
@@ -79,7 +78,7 @@ class OpenSteps:
         multiplied = factor(mean)
         with torch.enable_grad():
             self._parameters.apply(
-                whole.total,
+                whole.mean,
                 whole.present,
                 since=self._parameters.versions,
                 factor=lambda _: multiplied,

@@ -127,10 +127,13 @@ class JoinedWorker:
             }
         )
         self._heard()  # it is accepted
-        self._link.pair_up(server=False)
-        epoch = int(self._heard()["epoch"])  # the server has begun
         whole = Flat(everything(models))
-        self._link.receive(whole.bytes)
+        try:
+            self._link.pair_up(server=False)
+            epoch = int(self._heard()["epoch"])  # the server has begun
+            self._link.receive(whole.bytes)
+        except OSError as error:
+            raise self._lost(error) from error
         whole.write(everything(models))
         waits = Waits()
         memory = Guard(memory_of(device, sharers=local_workers() or 1))
