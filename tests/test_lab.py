@@ -27,13 +27,14 @@ from poise.lab.leftovers import clear, is_stale, lab_name, members, stale_belong
 from poise.lab.line import PREPARED, STEP, Line
 from poise.lab.listener import Listener
 from poise.lab.member import Member
-from poise.lab.network import check_privileges, parse_link
+from poise.lab.network import parse_link
 from poise.lab.output import Output
 from poise.lab.pacing import parse_pace
 from poise.lab.quota import make_parent, places
 from poise.lab.speeds import parse_speeds
 from poise.lab.walk import declared_walk, read_walk
 from tests.cluster import Workers
+from tests.machine import needs_namespaces, needs_quotas
 
 ROOT = Path(__file__).parent.parent
 PACE = Pace(per_sample_s=0.004, fixed_s=0.02)
@@ -83,25 +84,6 @@ if os.environ["RANK"] == "1":
     sys.exit(7)
 time.sleep(3600)
 """
-
-
-def quotas_work() -> bool:
-    parent = make_parent(lab_name(99))
-    if parent is not None:
-        Quota(parent).remove()
-    return parent is not None
-
-
-def namespaces_work() -> bool:
-    try:
-        check_privileges()
-    except InvalidSetting:
-        return False
-    return True
-
-
-needs_quotas = pytest.mark.skipif(not quotas_work(), reason="no control group can be made here")
-needs_namespaces = pytest.mark.skipif(not namespaces_work(), reason="needs root and iproute2")
 
 
 @pytest.mark.parametrize(

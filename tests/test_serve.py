@@ -21,6 +21,7 @@ from poise.errors import InvalidSetting
 from poise.lab import Lab
 from poise.lab.quota import places
 from poise.torch.asynchronous.service import ServedWorker, Service
+from tests.machine import needs_namespaces
 
 LIMIT_S = 120.0
 """No test waits longer for anything."""
@@ -29,6 +30,7 @@ TRAIN = """
 import os
 import signal
 import sys
+import time
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,21 +41,32 @@ if __name__ == "__main__":
     what, number = sys.argv[1], int(os.environ.get("RANK", "0"))
     if what == "worker 2 never joins" and number == 2:
         sys.exit(7)
+    if what == "worker 2 ends early" and number == 1:
+        time.sleep(4)  # the other one has been gone for a while
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = TensorDataset(torch.randn(480, 8))
     balancer = Balancer(16)
     model, optimizer, loader = balancer.prepare(model, optimizer, DataLoader(data))
+    if what == "worker 2 ends early" and number == 2:
+        os._exit(3)
     for epoch in balancer.epochs(2):
         for step, (x,) in enumerate(loader):
             if what == "worker 2 is killed" and (number, step) == (2, 3):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if what == "worker 1 leaves, worker 2 is killed" and step >= 10:
+                if number == 1:
+                    sys.exit(0)
+                if balancer.workers == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         if what == "the server fails" and balancer.worker == 0:
             raise ValueError("the disk is full")
+    if what == "worker 2 is killed" and balancer.worker == 0:
+        time.sleep(6)  # longer than a lab waits for what does not end
     print("worker", balancer.worker, "is done with", balancer.samples)
 """
 
@@ -295,7 +308,7 @@ def test_an_error_of_the_server_reaches_its_workers(script: str) -> None:
     ("options", "said"),
     [
         ({"mode": "fast"}, "mode='fast' is unknown"),
-        ({"mode": "async", "link": "1mbit"}, "no place for the server of --mode async"),
+        ({"mode": "async", "link": "1mbit,2mbit"}, "2 rates for 1 workers"),
     ],
 )
 def test_a_lab_that_cannot_have_its_server_is_refused(options: dict[str, str], said: str) -> None:
@@ -332,6 +345,7 @@ def test_a_lab_trains_with_a_server(script: str) -> None:
     assert "poise lab: " not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_worker_does_not_end_the_training(script: str) -> None:
     result = run_lab(script, "worker 2 is killed", "--mode", "async")
     assert result.returncode == 0, result.stderr
@@ -350,7 +364,28 @@ def test_a_lab_ends_with_its_server(script: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_lab_does_not_wait_forever_for_a_worker_that_never_joins(script: str) -> None:
-    result = run_lab(script, "worker 2 never joins", "--mode", "async")
-    assert result.returncode == 7
-    assert "poise lab: worker 2 ended before it joined" in result.stderr
+@pytest.mark.parametrize(
+    ("what", "code"), [("worker 2 never joins", 7), ("worker 2 ends early", 3)]
+)
+def test_a_lab_does_not_wait_forever_for_a_worker_that_is_gone(
+    script: str, what: str, code: int
+) -> None:
+    result = run_lab(script, what, "--mode", "async")
+    assert result.returncode == code
+    assert "poise lab: worker 2 ended before training started" in result.stderr
+
+
+def test_a_lab_whose_workers_have_all_ended_does_not_wait_for_others(script: str) -> None:
+    result = run_lab(script, "worker 1 leaves, worker 2 is killed", "--mode", "async")
+    assert result.returncode == 1
+    assert "[server] poise.errors.WorkerLost: all workers are lost" in result.stderr
+    assert "poise lab: the server ended with exit code 1" in result.stderr
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_server_is_reached_over_slow_links(script: str) -> None:
+    result = run_lab(script, "all", "--mode", "async", "--link", "100mbit,20mbit")
+    assert result.returncode == 0, result.stderr
+    assert "[server] worker 0 is done with 960\n" in result.stdout
+    assert re.search(r"\[server\] poise: serving at 10\.77\.", result.stderr)

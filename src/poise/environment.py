@@ -47,6 +47,11 @@ def shared_secret() -> bytes | None:
     return os.environ.get("POISE_SECRET", "").encode() or None
 
 
+def for_secret(secret: str) -> dict[str, str]:
+    """Return the variable by which a server and its workers share a secret."""
+    return {"POISE_SECRET": secret}
+
+
 def for_server() -> dict[str, str]:
     """Return this environment without a launcher's place, which a server has not."""
     placing = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "POISE_SERVER")

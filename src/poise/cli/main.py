@@ -94,7 +94,7 @@ def _add_lab(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "the worker's number in front. Exit code: 0, or that of the first worker that fails. With "
         "--mode async or stale:S a server is started too, which no speed limits, and the workers, "
         "from 1, join it; one that fails does not end the others, and the exit code is the "
-        "server's.",
+        "server's, or that of a worker that ended before training started.",
         usage="poise lab [-h] --speeds S,S,... [--mode MODE] [--walk FILE] [--link RATE] "
         "[--pace TIME] [--from-start] -- SCRIPT [ARGS ...]",
     )
@@ -176,7 +176,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "on all. A table on stderr shows what each worker contributes. The exit code is the "
         "script's own.",
         usage="poise serve [-h] [--host H] [--port P] [--workers N] [--mode MODE] [--save FILE] "
-        "[--save-every S] SCRIPT [ARGS ...]",
+        "[--save-every S] [--closed] SCRIPT [ARGS ...]",
     )
     serve.add_argument(
         "--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1)"
@@ -211,6 +211,11 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=_seconds,
         metavar="S",
         help="seconds between two saves (default 60); it is saved after each epoch too",
+    )
+    serve.add_argument(
+        "--closed",
+        action="store_true",
+        help="end with an error when all workers are lost, instead of waiting for others",
     )
     serve.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a training script, its args"
@@ -340,6 +345,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         mode=arguments.mode,
         save=arguments.save,
         save_every_s=arguments.save_every,
+        closed=arguments.closed,
     )
 
 

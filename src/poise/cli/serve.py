@@ -22,7 +22,7 @@ PORT = 29400
 """Where a server listens unless told otherwise."""
 
 _SAVE_EVERY_S = 60.0
-_EVERYWHERE = ("", "0.0.0.0")
+_EVERYWHERE = ("", "0.0.0.0", "::", "[::]")
 _FAILED = 1
 
 
@@ -35,6 +35,7 @@ def serve(
     mode: str | None = None,
     save: str | None = None,
     save_every_s: float | None = None,
+    closed: bool = False,
 ) -> int:
     """Run a script, given with its arguments, as a server; return its own exit code.
 
@@ -46,6 +47,7 @@ def serve(
         mode: "async" or "stale:S"; None: as the script says, and else "async".
         save: a file to save everything to, and to go on from; None: nothing is saved.
         save_every_s: seconds between two saves; None: 60.
+        closed: whether to end when all workers are lost, instead of waiting for others.
     """
     if launched_as() is not None:
         raise InvalidSetting(
@@ -66,6 +68,7 @@ def serve(
         host=host,
         port=port,
         workers=workers,
+        closed=closed,
         mode=chosen,
         save=None if save is None else Path(save).absolute(),
         save_every_s=save_every_s or _SAVE_EVERY_S,

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from poise.engine.modes import Mode, Sync, mode_of
-from poise.environment import for_joining, for_server, for_worker
+from poise.environment import for_joining, for_secret, for_server, for_worker
 from poise.errors import InvalidSetting, OutOfOrder
 from poise.lab.guard import Guard
 from poise.lab.leftovers import clear, lab_name, stale_belongings
@@ -81,13 +82,13 @@ class Lab:
         if from_start and self._pace:
             raise InvalidSetting("a paced worker sleeps in training only; leave out from_start")
         self._mode = _served_mode(mode)
-        if self._mode is not None and link is not None:
-            raise InvalidSetting(
-                f"--link has no place for the server of --mode {self._mode}; leave one of them out"
-            )
         self._say = say or _to_stderr
         self._name = lab_name(next(_numbers))
-        self._network = None if link is None else Network(self._name, parse_link(link, workers))
+        self._network = (
+            None
+            if link is None
+            else Network(self._name, parse_link(link, workers), server=self._mode is not None)
+        )
         self._members: list[Member] = []
         self._server: Member | None = None
         self._listener: Listener | None = None
@@ -173,14 +174,18 @@ class Lab:
         if arguments[0] != "-m":
             check_script(arguments)
         self._warn_of_too_much()
-        port, workers, more = free_port(), len(self._speeds), environment or {}
+        port, workers, more = free_port(), len(self._speeds), dict(environment or {})
+        address = f"{_LOOPBACK}:{port}"
         if self._mode is not None:
-            self._start_server(arguments, port, {**for_server(), **more}, stdout, stderr)
+            if self._network is not None:
+                address = f"{self._network.server_host}:{port}"
+                more = for_secret(secrets.token_hex(16)) | more
+            self._start_server(arguments, address, {**for_server(), **more}, stdout, stderr)
         for worker in range(workers):
             placed = (
                 for_worker(worker, workers, port)
                 if self._mode is None
-                else for_joining(self._number(worker), workers, f"{_LOOPBACK}:{port}")
+                else for_joining(self._number(worker), workers, address)
             )
             self._start(worker, arguments, {**placed, **more}, stdout, stderr)
         self._listener = Listener(self._members, self._prepared, self._follow_walk)
@@ -264,16 +269,17 @@ class Lab:
     def _start_server(
         self,
         arguments: Sequence[str],
-        port: int,
+        address: str,
         environment: dict[str, str],
         stdout: int | None,
         stderr: int | None,
     ) -> None:
-        options = ["--port", str(port), "--workers", str(len(self._speeds))]
+        host, port = address.split(":")
+        options = ["--host", host, "--port", port, "--workers", str(len(self._speeds)), "--closed"]
         self._server = launch(
             ["-m", "poise", "serve", *options, "--mode", str(self._mode), "--", *arguments],
             _ALIKE | environment,
-            inside=(),
+            inside=() if self._network is None else self._network.inside(self._network.server),
             pace=None,
             speed=1.0,
             stdout=stdout,
@@ -329,23 +335,20 @@ class Lab:
     def _give_up(self, missing: int) -> int:
         """Return the exit code of a worker without which the server waits forever, and say why."""
         self._say(
-            f"worker {self._number(missing)} ended before it joined, and training starts when all "
-            f"{len(self._members)} have; the rest is ended"
-            if self._running()
-            else "all workers have failed, so the server is ended"
+            f"worker {self._number(missing)} ended before training started, which takes all "
+            f"{len(self._members)}; the rest is ended"
         )
         return _as_exit_code(self._members[missing].process.returncode) or _FAILED
 
     def _missing(self) -> int | None:
-        """Return a worker that has ended and without which the server would wait forever."""
-        if all(member.process.poll() for member in self._members):
-            return self._first_failed()
+        """Return a worker that has ended and without which training never starts.
+
+        Once it has, the server ends by itself when all workers are lost.
+        """
         if any(member.steps for member in self._members):  # training has started
             return None
-        for worker, member in enumerate(self._members):
-            if member.process.poll() is not None and not member.prepared:
-                return worker
-        return None
+        ended = (n for n, member in enumerate(self._members) if member.process.poll() is not None)
+        return next(ended, None)
 
     def _say_who_failed(self, said: set[int]) -> None:
         """Say once of each worker that it has failed."""
@@ -453,6 +456,11 @@ def _walk(walk: Walk | str | Path | None, workers: int) -> Walk:
 def _served_mode(stated: object) -> Mode | None:
     """Return the mode of a training with a server; None: there is none."""
     mode = mode_of(stated)
+    if mode_of(str(mode)) != mode:
+        raise InvalidSetting(
+            f'mode={mode!r} has options, which a lab cannot pass on; use mode="{mode}" here, and '
+            "state them in the script"
+        )
     return None if isinstance(mode, Sync) else mode
 
 

@@ -21,8 +21,6 @@ class Member:
     end: socket.socket
     """The lab's end of the line between them."""
     throttle: Throttle | None = None
-    prepared: bool = False
-    """Whether its training has been prepared."""
     steps: int = 0
     """How many training steps it has begun."""
 
@@ -38,7 +36,6 @@ class Member:
         except ConnectionError:
             return False, False
         self.steps += heard.count(STEP)
-        self.prepared = self.prepared or PREPARED in heard
         return bool(heard), PREPARED in heard
 
     def leave(self) -> None:

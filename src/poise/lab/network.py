@@ -4,6 +4,9 @@ r"""Slow links: workers in network namespaces of their own, joined by a bridge i
     worker 1: lab0, limited on its way out --- w1 --- bridge
     worker 2: lab0, limited on its way out --- w2 /
 
+A server has a namespace, too. Its own link has no limit; those of the workers are limited on
+their way in as well, since weights come to them all from there.
+
 The machine's own interfaces are left alone.
 """
 
@@ -62,22 +65,37 @@ def check_privileges() -> None:
 class Network:
     """The namespaces of one lab, by names that begin with the lab's."""
 
-    def __init__(self, lab: str, rates: Sequence[str]) -> None:
+    def __init__(self, lab: str, rates: Sequence[str], *, server: bool = False) -> None:
         self._lab = lab
         self._rates = tuple(rates)
+        self._has_server = server
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """All names: the hub, and one per worker."""
-        return (self._hub, *(self._namespace(worker) for worker in range(len(self._rates))))
+        """All names: the hub, one per worker, and the server's."""
+        return (self._hub, *(self._namespace(place) for place in range(self._places)))
+
+    @property
+    def server(self) -> int:
+        """The place of a server, after all workers."""
+        return len(self._rates)
+
+    @property
+    def server_host(self) -> str:
+        """The address by which workers reach it."""
+        return _address(self.server)
 
     def build(self) -> None:
         """Make the namespaces and the links."""
         _run("ip", "netns", "add", self._hub)
         _run("ip", "-n", self._hub, "link", "add", "hub", "type", "bridge")
         _run("ip", "-n", self._hub, "link", "set", "hub", "up")
+        for place in range(self._places):
+            self._join(place)
         for worker, rate in enumerate(self._rates):
-            self._join(worker, rate)
+            _limit(self._namespace(worker), INTERFACE, rate)
+            if self._has_server:
+                _limit(self._hub, _port(worker), rate)
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which workers find each other."""
@@ -87,36 +105,49 @@ class Network:
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
 
-    def inside(self, worker: int) -> list[str]:
-        """Return what stands before a command to run it in a worker's namespace."""
-        return ["ip", "netns", "exec", self._namespace(worker)]
+    def inside(self, place: int) -> list[str]:
+        """Return what stands before a command to run it in a worker's namespace, or a server's."""
+        return ["ip", "netns", "exec", self._namespace(place)]
+
+    @property
+    def _places(self) -> int:
+        return len(self._rates) + self._has_server
 
     @property
     def _hub(self) -> str:
         return f"{self._lab}-hub"
 
-    def _namespace(self, worker: int) -> str:
-        return f"{self._lab}-{worker}"
+    def _namespace(self, place: int) -> str:
+        return f"{self._lab}-{place}"
 
-    def _join(self, worker: int, rate: str) -> None:
-        own, port = self._namespace(worker), f"w{worker}"
+    def _join(self, place: int) -> None:
+        own, port = self._namespace(place), _port(place)
         _run("ip", "netns", "add", own)
         _run(
             *("ip", "-n", self._hub, "link", "add", port, "type", "veth"),
             *("peer", "name", INTERFACE, "netns", own),
         )
         _run("ip", "-n", self._hub, "link", "set", port, "master", "hub", "up")
-        _run("ip", "-n", own, "addr", "add", f"{_address(worker)}/16", "dev", INTERFACE)
+        _run("ip", "-n", own, "addr", "add", f"{_address(place)}/16", "dev", INTERFACE)
         _run("ip", "-n", own, "link", "set", INTERFACE, "up")
         _run("ip", "-n", own, "link", "set", "lo", "up")
-        _run(
-            *("tc", "-n", own, "qdisc", "add", "dev", INTERFACE, "root", "tbf"),
-            *("rate", rate, "burst", _BURST, "latency", _LATENCY),
-        )
 
 
-def _address(worker: int) -> str:
-    return f"10.77.{worker // 250}.{worker % 250 + 1}"
+def _limit(namespace: str, interface: str, rate: str) -> None:
+    """Have an interface send no faster."""
+    _run(
+        *("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf"),
+        *("rate", rate, "burst", _BURST, "latency", _LATENCY),
+    )
+
+
+def _port(place: int) -> str:
+    """Return what the hub calls its end of a link."""
+    return f"w{place}"
+
+
+def _address(place: int) -> str:
+    return f"10.77.{place // 250}.{place % 250 + 1}"
 
 
 def _run(*command: str) -> None:

@@ -29,6 +29,8 @@ class Serving:
     """0: any that is free."""
     workers: int = 1
     """Training starts when so many are there; others may join later."""
+    closed: bool = False
+    """Whether nobody takes the place of lost workers: without any, the server ends."""
     mode: Mode | None = None
     """None: as the script says, and else asynchronous."""
     save: Path | None = None

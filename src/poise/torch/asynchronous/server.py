@@ -34,6 +34,7 @@ from poise.errors import (
     PoiseError,
     PoiseWarning,
     StateMismatch,
+    WorkerLost,
 )
 from poise.records import Recorder
 from poise.torch.asynchronous.desk import LOOK_S, Desk, Failed, Guest
@@ -70,6 +71,8 @@ _HANG_S = 1800.0
 _GOODBYE_S = 5.0
 _GONE = (OSError, EOFError)
 """What a connection raises whose other end is gone."""
+_LABEL = 120
+"""Characters of a worker's words that are shown."""
 _VERSION = 1
 _log = logging.getLogger("poise")
 
@@ -250,6 +253,11 @@ class Server:
         self._check_schedules()
         self._saved_schedules, self._saved_optimizer = [], {}  # the script has made its schedules
         order = self._orders.at(desk.engine.epoch)
+        if order.length != len(self._orders):
+            raise InvalidSetting(
+                f"the sampler drew {order.length} samples and its length is {len(self._orders)}; "
+                'a server hands out as many as that says: mend one of them, or use mode="sync"'
+            )
         desk.order = None if isinstance(self._orders, KeyedOrders) else order
         with self._state:
             desk.is_open = self._opened = True
@@ -265,6 +273,11 @@ class Server:
         """Wait for news; if the epoch is over, turn to the next one."""
         with self._state:
             if self._failure is None and not desk.engine.over:
+                if self._serving.closed and desk.engine.abandoned:
+                    raise WorkerLost(
+                        "all workers are lost, and a closed server waits for no others; start it "
+                        "again, from its last save, or leave --closed out so that others can join"
+                    )
                 self._state.wait(LOOK_S)
                 return False
             desk.is_open = False
@@ -423,7 +436,8 @@ class Server:
         whole.read(everything(self._models))
         link.send(whole.bytes)
         rooms = desk.parameters.buffer(), desk.parameters.buffer()
-        guest = Guest(link, worker, f"{about.host}, {training.get('device')}", *rooms)
+        label = _printable(f"{about.host}, {training.get('device')}")
+        guest = Guest(link, worker, label, *rooms)
         desk.join(guest)
         try:
             while self._answered(desk, guest):
@@ -469,6 +483,11 @@ class ServedEpoch:
     def __iter__(self) -> Iterator[Any]:
         self._server.serve()
         return iter(())
+
+
+def _printable(text: str) -> str:
+    """Return a worker's words as a table can show them."""
+    return "".join(each if each.isprintable() else "?" for each in text[:_LABEL])
 
 
 def _first_line(error: Exception) -> str:
