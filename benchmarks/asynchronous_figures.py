@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from asynchronous_load import Loaded, enough
 from asynchronous_runs import Amount, Runs, Trained
-from asynchronous_tasks import BALANCED, DAMPED, KINDS, SYNC, UNIFORM, WORKERS, speeds
+from asynchronous_tasks import BALANCED, DAMPED, SYNC, UNIFORM, WORKERS, speeds
 from figures import Figure, Interval, bootstrap
 from rich.table import Table
 
@@ -128,13 +128,12 @@ def notes(found: Found) -> dict[str, str]:
         result[f"HL{last}: heterogeneity costs uniform, points"] = _shown(cost)
         result[f"HL{last}: balanced - uniform, points"] = _shown(gained)
     expected = expected_staleness([1 / each for each in cores])
-    uniform, balanced, damped = (
-        found.staleness(last, kind) for kind in (UNIFORM, BALANCED, DAMPED)
-    )
+    uniform, balanced = (found.staleness(last, kind) for kind in (UNIFORM, BALANCED))
+    damped = found.staleness(last, DAMPED) if DAMPED in found.amount.kinds else []
     result |= {
         f"HL{last}: mean staleness of each worker, uniform": f"{_list(uniform)} "
         f"(by the quotas alone {_list(expected.tolist())}), off {_deviation(uniform):.0%}",
-        f"HL{last}: balanced": f"{_list(balanced)}, damped {_list(damped)}",
+        f"HL{last}: balanced": _list(balanced) + (f", damped {_list(damped)}" if damped else ""),
     }
     return result
 
@@ -158,7 +157,7 @@ def table_of(found: Found, level: int) -> Table:
     table.add_column("training", no_wrap=True)
     for heading in ("accuracy", "to target s", "/ uniform", "all s", "staleness", "split"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for kind in KINDS:
+    for kind in amount.kinds:
         trained, finals = found.each(level, kind), found.finals(level, kind)
         last = trained[-1].points
         table.add_row(

@@ -11,7 +11,15 @@ from adaptive_setup import Say, SetUpFailed
 from asynchronous_figures import Found, figures, load_notes, load_table, notes, table_of
 from asynchronous_load import Loaded, measured
 from asynchronous_runs import Amount, run, sweep
-from asynchronous_tasks import CHOICES, GLOBAL_BATCH, LEARNING_RATE, MOMENTUM, UNIFORM, speeds
+from asynchronous_tasks import (
+    BALANCED,
+    CHOICES,
+    GLOBAL_BATCH,
+    LEARNING_RATE,
+    MOMENTUM,
+    UNIFORM,
+    speeds,
+)
 from figures import Figure, as_json, show
 from rich.console import Console
 from workers import end_on_sigterm
@@ -79,6 +87,9 @@ def _arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     parser.add_argument("--levels", nargs="+", type=int, help=f"instead of {FULL.levels}")
     parser.add_argument("--seeds", nargs="+", type=int, help=f"instead of {FULL.seeds}")
+    parser.add_argument(
+        "--pair", action="store_true", help=f"compare {UNIFORM} and {BALANCED} alone"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw what was found into a .png or .svg")
     parser.add_argument("--samples", type=int, help=f"instead of {FULL.samples}")
     return parser.parse_args()
@@ -91,6 +102,7 @@ def _amount(arguments: argparse.Namespace) -> Amount:
         levels=tuple(arguments.levels or amount.levels),
         seeds=tuple(arguments.seeds or amount.seeds),
         samples=arguments.samples or amount.samples,
+        kinds=(UNIFORM, BALANCED) if arguments.pair else amount.kinds,
     )
 
 

@@ -47,6 +47,8 @@ class Amount:
     """For accuracy over time."""
     last_test_samples: int
     """For the accuracy at the end."""
+    kinds: tuple[str, ...] = tuple(KINDS)
+    """The trainings that are compared."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,12 @@ def run(amount: Amount, say: Say) -> Runs:
     runs: Runs = {(level, seed): {} for level in amount.levels for seed in amount.seeds}
     with started(say) as (field, data):
         for (level, seed), found in runs.items():
-            kinds = random.Random(seed * _MIX + level).sample(list(KINDS), len(KINDS))
-            for kind in kinds:
+            every = random.Random(seed * _MIX + level).sample(list(KINDS), len(KINDS))
+            for kind in (kind for kind in every if kind in amount.kinds):
                 turn = _turn(amount, kind, seed)
                 found[kind] = tested(field.train(turn, level), data, amount)
                 say(f"HL{level} seed {seed} {kind}: {_summary(found[kind])}")
-    return {key: {kind: found[kind] for kind in KINDS} for key, found in runs.items()}
+    return {key: {kind: found[kind] for kind in amount.kinds} for key, found in runs.items()}
 
 
 def sweep(
