@@ -65,6 +65,8 @@ if __name__ == "__main__":
             optimizer.zero_grad()
         if what == "the server fails" and balancer.worker == 0:
             raise ValueError("the disk is full")
+        if what == "the server gives up" and balancer.worker == 0:
+            sys.exit(5)
     if what == "worker 2 is killed" and balancer.worker == 0:
         time.sleep(6)  # longer than a lab waits for what does not end
     print("worker", balancer.worker, "is done with", balancer.samples)
@@ -302,6 +304,17 @@ def test_an_error_of_the_server_reaches_its_workers(script: str) -> None:
     assert "ValueError: the disk is full" in told[1]
     assert "runpy" not in told[1]
     assert "the disk is full" in heard[1]
+
+
+@pytest.mark.slow
+def test_a_server_that_exits_with_an_error_is_not_taken_for_done(script: str) -> None:
+    with (
+        serving(script, "the server gives up") as (server, address),
+        running(script, "the server gives up", POISE_SERVER=address) as worker,
+    ):
+        _, heard = server.communicate(timeout=LIMIT_S), worker.communicate(timeout=LIMIT_S)
+    assert (server.returncode, worker.returncode) == (5, 1)
+    assert "SystemExit: 5" in heard[1]
 
 
 @pytest.mark.parametrize(

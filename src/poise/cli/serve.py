@@ -111,6 +111,8 @@ def _served(script: Sequence[str], serving: "Serving") -> int:
         with serving_as(serving), replaced(Server, "prepare", noted):
             run(script)
     except SystemExit as ending:
+        if ending.code:
+            _remember(ending)
         if ending.code or prepared:
             raise
     except KeyboardInterrupt as error:
