@@ -65,7 +65,7 @@ if __name__ == "__main__":
             optimizer.zero_grad()
         if what == "the server fails" and balancer.worker == 0:
             raise ValueError("the disk is full")
-        if what == "the server gives up" and balancer.worker == 0:
+        if what == "it gives up" and balancer.worker == 0:
             sys.exit(5)
     if what == "worker 2 is killed" and balancer.worker == 0:
         time.sleep(6)  # longer than a lab waits for what does not end
@@ -294,27 +294,22 @@ def test_two_workers_train_to_the_end(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_of_the_server_reaches_its_workers(script: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "code", "heard"),
+    [("the server fails", 1, "ValueError: the disk is full"), ("it gives up", 5, "SystemExit: 5")],
+)
+def test_an_error_of_the_server_reaches_its_workers(
+    script: str, what: str, code: int, heard: str
+) -> None:
     with (
-        serving(script, "the server fails") as (server, address),
-        running(script, "the server fails", POISE_SERVER=address) as worker,
+        serving(script, what) as (server, address),
+        running(script, what, POISE_SERVER=address) as worker,
     ):
-        told, heard = server.communicate(timeout=LIMIT_S), worker.communicate(timeout=LIMIT_S)
-    assert (server.returncode, worker.returncode) == (1, 1)
-    assert "ValueError: the disk is full" in told[1]
-    assert "runpy" not in told[1]
-    assert "the disk is full" in heard[1]
-
-
-@pytest.mark.slow
-def test_a_server_that_exits_with_an_error_is_not_taken_for_done(script: str) -> None:
-    with (
-        serving(script, "the server gives up") as (server, address),
-        running(script, "the server gives up", POISE_SERVER=address) as worker,
-    ):
-        _, heard = server.communicate(timeout=LIMIT_S), worker.communicate(timeout=LIMIT_S)
-    assert (server.returncode, worker.returncode) == (5, 1)
-    assert "SystemExit: 5" in heard[1]
+        (_, said), (_, told) = (each.communicate(timeout=LIMIT_S) for each in (server, worker))
+    assert (server.returncode, worker.returncode) == (code, 1)
+    assert heard in told
+    assert ("the disk is full" in said) == (what == "the server fails")
+    assert "runpy" not in said
 
 
 @pytest.mark.parametrize(
