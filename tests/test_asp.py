@@ -3,6 +3,7 @@
 import heapq
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -464,6 +465,40 @@ def test_a_worker_without_a_part_is_not_waited_for() -> None:
     assert isinstance(observation, Observation)
     assert observation.split == (0, 12)
     assert np.isnan(observation.times("a test")[0, 0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 13},
+        {"samples": -1},
+        {"samples": 10**400},
+        {"iteration_s": 5e-324},
+        {"iteration_s": 1.7e308},
+        {"iteration_s": -1.0},
+        {"wait_s": np.inf},
+        {"memory_limit_bytes": 1e300},
+    ],
+    ids=str,
+)
+def test_what_no_worker_can_measure_is_known_as_such(wrong: dict[str, Any]) -> None:
+    possible = Report(12, 0.1, 0.0, memory_bytes=1e9)
+    assert possible.is_possible(global_batch=12)
+    assert not replace(possible, **wrong).is_possible(global_batch=12)
+
+
+@pytest.mark.parametrize("policy", ["auto", "proportional", "lbbsp", "optperf"])
+@pytest.mark.parametrize("iteration_s", [0.0, 1e-9, 1e9])
+@pytest.mark.parametrize("samples", [0, 12])
+def test_a_policy_survives_whatever_can_be_measured(
+    policy: str, iteration_s: float, samples: int
+) -> None:
+    engine = begun(Async(), 2, policy=policy_named(policy))
+    odd = Report(samples, iteration_s, memory_bytes=1e18, memory_limit_bytes=0.0)
+    for _ in range(40):
+        _, engine = engine.reported(1, Report(engine.plan.split[0], 0.1))
+        _, engine = engine.reported(2, odd)
+    assert sum(engine.plan.split) == 12
 
 
 def test_reports_of_a_round_are_averaged_worker_by_worker() -> None:

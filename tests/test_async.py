@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from poise import __version__
 from poise.core.staleness import lowered_momentum
-from poise.engine.asp import AsyncEngine
+from poise.engine.asp import AsyncEngine, Report
 from poise.engine.bsp import Engine
 from poise.errors import (
     Disagreement,
@@ -659,6 +659,81 @@ def test_whatever_a_worker_says_is_not_taken_for_an_error_of_the_server(text: st
         Link(ours)._send(text.encode())
         with pytest.raises(Disagreement):
             Link(theirs).listen()
+
+
+def test_numbers_that_cannot_be_are_refused() -> None:
+    fine = Push((0,), (), (0,), "1", 1.0, Report(12, 0.1))
+    fine.check(1, [0], global_batch=12)
+    wrong: list[dict[str, Any]] = [
+        {"report": Report(10**400, 0.1)},
+        {"count": 1.7e308},
+        {"count": -1.0},
+        {"versions": (10**400,)},
+    ]
+    for each in wrong:
+        with pytest.raises(Disagreement, match="numbers that cannot be"):
+            dataclasses.replace(fine, **each).check(1, [0], global_batch=12)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\0abc", b"0/1\0" + b"\xff" * 200])
+def test_an_end_that_cannot_be_paired_with_is_refused(text: bytes) -> None:
+    """A key that is no text; an address that gloo cannot read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        Link(ours)._send(text)
+        link = Link(theirs)
+        link.set_limit(30)
+        with pytest.raises(Disagreement, match="cannot be paired with"):
+            link.pair_up(server=True)
+
+
+def end_before_the_first_pass(recipe: Recipe, port: int, failing: bool) -> str:
+    """Worker 0 serves, and ends while worker 1 waits for its first pass; returns what 1 is told."""
+    if os.environ["RANK"] == "0":
+        waiting: list[Link] = []
+        await_ = Server._await
+
+        def noted(self: Server, link: Link, ready: Any) -> None:
+            waiting.append(link)
+            await_(self, link, ready)
+
+        with as_server(port), suppress(KeyError), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Server, "_await", noted)
+            model, optimizer, _ = build(recipe)
+            with Balancer(recipe.global_batch) as balancer:
+                balancer.prepare(
+                    model, optimizer, DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+                )
+                while len(waiting) < 2:  # for prepare, and for the first pass
+                    time.sleep(0.01)
+                if failing:
+                    raise KeyError("no such column")
+        return ""
+    with as_worker(port):
+        try:
+            _prepare_only(recipe, global_batch=recipe.global_batch)
+        except (Disagreement, ServerLost) as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("failing", "told"), [(False, "the training is over"), (True, "server failed: KeyError")]
+)
+def test_a_worker_that_comes_as_the_server_ends_is_told_why(
+    workers: Workers, failing: bool, told: str
+) -> None:
+    case = end_before_the_first_pass
+    assert told in workers.run(case, Recipe(), free_port(), failing, workers=2)[1]
+
+
+@pytest.mark.parametrize("address", ["here", "here:", "here:0", "here:65536", "here:\u00b2"])
+def test_an_address_that_is_none_is_refused(address: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("POISE_SERVER", address)
+    with pytest.raises(InvalidSetting, match="give host:port"):
+        Balancer(12)
 
 
 def test_a_stranger_who_speaks_slowly_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:

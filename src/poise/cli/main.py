@@ -215,7 +215,8 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     serve.add_argument(
         "--closed",
         action="store_true",
-        help="end with an error when all workers are lost, instead of waiting for others",
+        help="once training has begun, end with an error when all workers are lost, instead of "
+        "waiting for others",
     )
     serve.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a training script, its args"

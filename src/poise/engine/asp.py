@@ -29,6 +29,8 @@ from poise.errors import Disagreement, OutOfOrder, StateMismatch
 
 _MOST_REPORTS = 64
 """Of a worker in one round: the last ones, while another takes its time."""
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+_MOST_BYTES = 1e18
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,16 @@ class Report:
     input_s: float = float("nan")
     memory_bytes: float = float("nan")
     memory_limit_bytes: float = float("nan")
+
+    def is_possible(self, global_batch: int) -> bool:
+        """Whether a worker can have measured this; what is learned from must be a time."""
+        times_s = (self.iteration_s, self.wait_s, self.load_s, self.input_s)
+        sizes = (self.memory_bytes, self.memory_limit_bytes)
+        return (
+            0 <= self.samples <= global_batch
+            and all(np.isnan(s) or s == 0 or _SHORTEST_S <= s <= _LONGEST_S for s in times_s)
+            and all(np.isnan(size) or 0 <= size <= _MOST_BYTES for size in sizes)
+        )
 
 
 @dataclass(frozen=True)

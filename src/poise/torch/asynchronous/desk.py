@@ -143,7 +143,8 @@ class Desk:
     def push(self, guest: Guest, push: Push) -> None:
         """Take a worker's gradient, and give it new weights and its next local batch."""
         parameters = self.parameters
-        push.check(len(parameters.trained), parameters.versions)
+        global_batch = self.engine.engine.global_batch
+        push.check(len(parameters.trained), parameters.versions, global_batch)
         if self._began_s is None:
             self._began_s = time.monotonic()
         guest.link.receive(guest.gradient.bytes)

@@ -134,7 +134,11 @@ class Link:
         options._timeout = _TRANSFER
         self._server = server
         with _as_connection():
-            self._pair = gloo(_Letters(self), 0 if server else 1, 2, options)
+            try:
+                self._pair = gloo(_Letters(self), 0 if server else 1, 2, options)
+            except (ValueError, LookupError, ArithmeticError, MemoryError) as error:
+                # Of gloo, which reads what the other end says, or of a key that is no UTF-8.
+                raise Disagreement("the other end of a connection cannot be paired with") from error
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor on the CPU."""

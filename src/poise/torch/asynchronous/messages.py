@@ -1,7 +1,5 @@
 """What a worker and its server say to each other."""
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +7,9 @@ from typing import Any
 from poise.engine.asp import Report
 from poise.engine.pool import Ranges, count_of
 from poise.errors import Disagreement
+
+_LARGEST_COUNT = 1e18
+"""Sums of some of them are still numbers."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,15 @@ class Push:
     report: Report | None
     """What was measured in the iteration before."""
 
-    def check(self, parameters: int, versions: Sequence[int]) -> None:
+    def check(self, parameters: int, versions: Sequence[int], global_batch: int) -> None:
         """Raise unless it can be a push to a server with so many parameters and these versions."""
         alike = len(self.present) == parameters and len(self.versions) == len(versions)
         if not alike or not set(self.present) <= {"0", "1"}:
             raise Disagreement("a worker pushed the gradient of another model")
         past = all(0 <= then <= now for then, now in zip(self.versions, versions, strict=True))
-        numbers = [self.count]
-        if self.report is not None:
-            measured = dataclasses.astuple(self.report)
-            numbers += [number for number in measured if not math.isnan(number)]
-        if not past or not all(0 <= number < math.inf for number in numbers):
-            raise Disagreement(f"a worker pushed numbers that cannot be: {self}")
+        possible = self.report is None or self.report.is_possible(global_batch)
+        if not past or not possible or not 0 <= self.count <= _LARGEST_COUNT:
+            raise Disagreement("a worker pushed numbers that cannot be")
 
 
 @dataclass(frozen=True)

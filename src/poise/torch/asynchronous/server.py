@@ -98,7 +98,8 @@ class Server:
         """None until the script prepares its training."""
         self._opened = False
         """Whether a pass has begun."""
-        self._closing = False
+        self._ended: NoMore | str | None = None
+        """What workers are told once it ends."""
         self._failure: BaseException | None = None
         self._numbers: set[int] = set()
         """Of workers that are here or about to be."""
@@ -356,9 +357,9 @@ class Server:
 
     def _end(self, said: NoMore | str) -> None:
         with self._state:
-            if self._closing:
+            if self._ended is not None:
                 return
-            self._closing = True
+            self._ended = said
             desk = self._desk
             if desk is not None:
                 desk.ended, desk.is_open = said, False
@@ -393,6 +394,7 @@ class Server:
             self._host(worker, link, about)
         except _GONE as error:
             _log.info("a connection is closed: %s", error)
+            self._say_goodbye(link)
         except Disagreement as error:
             _log.warning("a worker is refused: %s", error)
             with suppress(*_GONE):
@@ -407,6 +409,16 @@ class Server:
             with self._state:
                 self._numbers.discard(worker)
                 self._state.notify_all()
+
+    def _say_goodbye(self, link: Link) -> None:
+        """Tell a worker that has not joined yet why the server ends, if it does."""
+        if self._ended is None:
+            return
+        said = {"failed": f"the server failed: {self._ended}"}
+        if isinstance(self._ended, NoMore):
+            said = {"refused": "the training is over"}
+        with suppress(*_GONE):
+            link.tell(said)
 
     def _number(self, wanted: int | None) -> int:
         """Return the number that a worker wants, or the first that is free."""
@@ -463,7 +475,7 @@ class Server:
         """Wait for something of the server's own, as long as the worker is there."""
         with self._state:
             while not ready():
-                if self._closing:
+                if self._ended is not None:
                     raise EOFError("the server has ended")
                 self._state.wait(LOOK_S)
                 if link.ended():

@@ -324,7 +324,7 @@ def _let_in(address: str, about: About) -> Link:
 def _reached(address: str) -> socket.socket:
     """Return a connection with the server, which may not have started yet."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > _LAST_PORT:
+    if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
         raise InvalidSetting(f"POISE_SERVER={address!r} is no address; give host:port")
     host = host.removeprefix("[").removesuffix("]")
     begin_s = time.monotonic()
