@@ -484,6 +484,7 @@ def test_a_worker_without_a_part_is_not_waited_for() -> None:
 def test_what_no_worker_can_measure_is_known_as_such(wrong: dict[str, Any]) -> None:
     possible = Report(12, 0.1, 0.0, memory_bytes=1e9)
     assert possible.is_possible(global_batch=12)
+    assert replace(possible, wait_s=1e-17).is_possible(global_batch=12)  # a difference, rounded
     assert not replace(possible, **wrong).is_possible(global_batch=12)
 
 
@@ -494,7 +495,8 @@ def test_a_policy_survives_whatever_can_be_measured(
     policy: str, iteration_s: float, samples: int
 ) -> None:
     engine = begun(Async(), 2, policy=policy_named(policy))
-    odd = Report(samples, iteration_s, memory_bytes=1e18, memory_limit_bytes=0.0)
+    odd = Report(samples, iteration_s, 5e-324, 5e-324, 1e9, memory_bytes=1e18, memory_limit_bytes=0)
+    assert odd.is_possible(global_batch=12)
     for _ in range(40):
         _, engine = engine.reported(1, Report(engine.plan.split[0], 0.1))
         _, engine = engine.reported(2, odd)

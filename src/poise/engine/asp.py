@@ -92,7 +92,8 @@ class Report:
         sizes = (self.memory_bytes, self.memory_limit_bytes)
         return (
             0 <= self.samples <= global_batch
-            and all(np.isnan(s) or s == 0 or _SHORTEST_S <= s <= _LONGEST_S for s in times_s)
+            and not 0 < self.iteration_s < _SHORTEST_S  # others may be what rounding leaves
+            and all(np.isnan(time_s) or 0 <= time_s <= _LONGEST_S for time_s in times_s)
             and all(np.isnan(size) or 0 <= size <= _MOST_BYTES for size in sizes)
         )
 

@@ -411,7 +411,7 @@ class Server:
                 self._state.notify_all()
 
     def _say_goodbye(self, link: Link) -> None:
-        """Tell a worker that has not joined yet why the server ends, if it does."""
+        """Tell a worker whose connection ends with the server why, as far as it can still hear."""
         if self._ended is None:
             return
         said = {"failed": f"the server failed: {self._ended}"}
