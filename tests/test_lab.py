@@ -33,6 +33,7 @@ from poise.lab.pacing import parse_pace
 from poise.lab.quota import make_parent, places
 from poise.lab.speeds import parse_speeds
 from poise.lab.walk import declared_walk, read_walk
+from poise.toml_file import Toml
 from tests.cluster import Workers
 from tests.machine import needs_namespaces, needs_quotas
 
@@ -113,7 +114,7 @@ def test_a_speed_that_cannot_be_kept_is_refused(text: str) -> None:
 )
 def test_a_walk_that_is_not_understood_is_refused(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSetting, match=words):
-        declared_walk(tables, "w.toml", workers=2)
+        declared_walk(Toml("w.toml", tables), workers=2)
 
 
 def test_a_walk_goes_on_when_its_steps_and_times_come() -> None:

@@ -17,16 +17,14 @@ forward_s = [0.0004, 0.004]
 backward_s = [0.0008, 0.006]
 """
 
-import difflib
 import math
-import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from poise.core.cluster import Network, Worker
 from poise.errors import InvalidSetting
+from poise.toml_file import Toml, is_number, is_whole, read_toml
 
 MOST_WORKERS = 100_000
 """More are taken for a slip of the pen."""
@@ -71,97 +69,96 @@ class DeclaredCluster:
 def read_cluster(path: str | Path) -> DeclaredCluster:
     """Return the cluster that a file declares.
 
-    Raises InvalidSetting, with the file, the table and the key, unless all of it is understood:
-    an unknown key is an error.
+    Raises InvalidSetting, with the file, the line, the table and the key, unless all of it is
+    understood: an unknown key is an error.
     """
-    return declared_cluster(read_toml(path), str(path))
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Return the tables of a TOML file; raises InvalidSetting if it is missing or not TOML."""
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidSetting(f"there is no file {path}; give the path of a TOML file") from None
-    except IsADirectoryError:
-        raise InvalidSetting(f"{path} is a directory; give the path of a TOML file") from None
-    except OSError as error:
-        raise InvalidSetting(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InvalidSetting(f"{path} is not text in UTF-8; give a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidSetting(f"{path} is not TOML: {_lowered(str(error))}; mend it") from None
-    except (ValueError, RecursionError):
-        raise InvalidSetting(
-            f"{path} has numbers too long or brackets too deep to be read; mend it"
-        ) from None
+    return declared_cluster(read_toml(path))
 
 
 def declared_cluster(
-    tables: Mapping[str, Any], file: str, *, others: Collection[str] = ()
+    toml: Toml, *, others: Collection[str] = (), of_workers: Collection[str] = ()
 ) -> DeclaredCluster:
     """Return the cluster in the tables of a file.
 
     Args:
-        tables: what the file holds.
-        file: what errors call it.
+        toml: what the file holds.
         others: keys at the top level that belong to somebody else.
+        of_workers: keys of the tables of workers that do.
 
     >>> line = {"forward_s": [0.001, 0.01], "backward_s": [0.002, 0.02]}
-    >>> cluster = declared_cluster({"worker": [{"name": "a", "count": 2, **line}]}, "my.toml")
-    >>> [worker.name for worker in cluster.workers]
+    >>> tables = {"worker": [{"name": "a", "count": 2, **line}]}
+    >>> [worker.name for worker in declared_cluster(Toml("my.toml", tables)).workers]
     ['a-0', 'a-1']
     """
-    _check_keys(file, tables, (*_TOP, *others))
-    workers, kinds = _workers(file, tables)
-    noise_scale, start_batch = _training(file, tables)
+    toml.check_keys((*_TOP, *others))
+    workers, kinds = _workers(toml, of_workers)
+    noise_scale, start_batch = _training(toml) if "training" not in others else (None, None)
     return DeclaredCluster(
         workers=workers,
-        network=_network(file, tables),
+        network=_network(toml) if "network" not in others else Network(),
         kinds=kinds,
         noise_scale=noise_scale,
         start_batch=start_batch,
-        title=_text(file, tables, "title"),
-        note=_text(file, tables, "note"),
+        title=text_of(toml, "title"),
+        note=text_of(toml, "note"),
     )
 
 
-def _network(file: str, tables: Mapping[str, Any]) -> Network:
-    table = _table(file, tables, "network", _NETWORK)
+def text_of(toml: Toml, key: str) -> str:
+    """Return a text at the top level of a file, or none."""
+    value = toml.tables.get(key, "")
+    if not isinstance(value, str):
+        raise InvalidSetting(
+            f"{toml.where(key=key)} has {key}={value!r}; give text in quotation marks"
+        )
+    return value
+
+
+def _network(toml: Toml) -> Network:
+    table = toml.table("network")
+    toml.check_keys(_NETWORK, "network")
     try:
         return Network(**table)
     except InvalidSetting as error:
-        raise InvalidSetting(f"{file}: [network]: {error}") from None
+        raise toml.blame(error, "network") from None
 
 
-def _training(file: str, tables: Mapping[str, Any]) -> tuple[float | None, int | None]:
-    table = _table(file, tables, "training", _TRAINING)
-    where = f"{file}: [training]"
+def _training(toml: Toml) -> tuple[float | None, int | None]:
+    table = toml.table("training")
+    toml.check_keys(_TRAINING, "training")
     scale, start = table.get("noise_scale"), table.get("start_batch")
-    if scale is not None and not (_is_number(scale) and 0 <= scale < math.inf):
+    if scale is not None and not (is_number(scale) and 0 <= scale < math.inf):
+        where = toml.where("training", key="noise_scale")
         raise InvalidSetting(f"{where} has noise_scale={scale!r}; give samples from 0 up")
-    if start is not None and not (_is_whole(start) and start >= 1):
+    if start is not None and not (is_whole(start) and start >= 1):
+        where = toml.where("training", key="start_batch")
         raise InvalidSetting(f"{where} has start_batch={start!r}; give a whole number from 1 up")
     return (None if scale is None else float(scale)), start
 
 
-def _workers(file: str, tables: Mapping[str, Any]) -> tuple[tuple[Worker, ...], tuple[Kind, ...]]:
+def _workers(toml: Toml, of_others: Collection[str]) -> tuple[tuple[Worker, ...], tuple[Kind, ...]]:
+    tables = toml.array("worker")
+    if not tables:
+        raise InvalidSetting(
+            f"{toml.name} declares no workers; add a table [[worker]] for each kind"
+        )
     workers: list[Worker] = []
     kinds: list[Kind] = []
     taken: dict[str, str] = {}
-    for number, table in enumerate(_worker_tables(file, tables), 1):
-        where = f"{file}: [[worker]] {number}"
-        worker, count = _worker(where, table)
+    for number in range(1, len(tables) + 1):
+        worker, count = _worker(toml, number, of_others)
         first = len(workers)
         if first + count > MOST_WORKERS:
             raise InvalidSetting(
-                f"{where} makes it {first + count} workers; give at most {MOST_WORKERS} in all"
+                f"{toml.where('worker', number, 'count')} makes it {first + count} workers; "
+                f"give at most {MOST_WORKERS} in all"
             )
         names = _names(worker.name, first, count)
         for name in names:
             if name in taken:
                 raise InvalidSetting(
-                    f"{where} has a worker {name}, and so has {taken[name]}; name one otherwise"
+                    f"{toml.where('worker', number, 'name')} has a worker {name}, and so has "
+                    f"{taken[name]}; name one otherwise"
                 )
             taken[name] = f"[[worker]] {number}"
         workers += [replace(worker, name=name) for name in names]
@@ -170,31 +167,27 @@ def _workers(file: str, tables: Mapping[str, Any]) -> tuple[tuple[Worker, ...], 
     return tuple(workers), tuple(kinds)
 
 
-def _worker_tables(file: str, tables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = tables.get("worker", [])
-    if isinstance(found, Mapping):
-        raise InvalidSetting(f"{file} has a table [worker]; write [[worker]], once per kind")
-    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
-        raise InvalidSetting(f"{file} has worker={found!r}; write tables [[worker]]")
-    if not found:
-        raise InvalidSetting(f"{file} declares no workers; add a table [[worker]] for each kind")
-    return found
-
-
-def _worker(where: str, table: Mapping[str, Any]) -> tuple[Worker, int]:
+def _worker(toml: Toml, number: int, of_others: Collection[str]) -> tuple[Worker, int]:
     """Return the worker of a table, under the table's name, and how many there are."""
-    name, count, ready = table.get("name", ""), table.get("count", 1), table.get("ready_s", [])
+    table = toml.table("worker", number)
+
+    def refuse(key: str, required: str) -> InvalidSetting:
+        where = toml.where("worker", number, key)
+        return InvalidSetting(f"{where} has {key}={table[key]!r}; give {required}")
+
+    name, count = table.get("name", ""), table.get("count", 1)
     if not isinstance(name, str) or ("name" in table and not name.strip()):
-        raise InvalidSetting(f"{where} has name={name!r}; give text, or leave it out")
-    _check_keys(f"{where} ({name})" if name else where, table, _WORKER)
-    if not (_is_whole(count) and count >= 1):
-        raise InvalidSetting(f"{where} has count={count!r}; give a whole number from 1 up")
-    if not isinstance(ready, list):
-        raise InvalidSetting(f"{where} has ready_s={ready!r}; give a list with a pair per bucket")
+        raise refuse("name", "text, or leave it out")
+    toml.check_keys((*_WORKER, *of_others), "worker", number)
+    if not (is_whole(count) and count >= 1):
+        raise refuse("count", "a whole number from 1 up")
+    if not isinstance(table.get("ready_s", []), list):
+        raise refuse("ready_s", "a list with a pair per bucket")
+    own = {key: value for key, value in table.items() if key != "count" and key not in of_others}
     try:
-        return Worker(**{key: value for key, value in table.items() if key != "count"}), count
+        return Worker(**own), count
     except InvalidSetting as error:
-        raise InvalidSetting(f"{where}: {error}") from None
+        raise toml.blame(error, "worker", number) from None
 
 
 def _names(name: str, first: int, count: int) -> list[str]:
@@ -205,40 +198,3 @@ def _names(name: str, first: int, count: int) -> list[str]:
 
 def _default_name(members: range) -> str:
     return f"worker-{members[0]}" + (f"..{members[-1]}" if len(members) > 1 else "")
-
-
-def _table(
-    file: str, tables: Mapping[str, Any], name: str, known: Collection[str]
-) -> Mapping[str, Any]:
-    table = tables.get(name, {})
-    if not isinstance(table, Mapping):
-        raise InvalidSetting(f"{file} has {name}={table!r}; write one table [{name}]")
-    _check_keys(f"{file}: [{name}]", table, known)
-    return table
-
-
-def _text(file: str, tables: Mapping[str, Any], key: str) -> str:
-    value = tables.get(key, "")
-    if not isinstance(value, str):
-        raise InvalidSetting(f"{file} has {key}={value!r}; give text in quotation marks")
-    return value
-
-
-def _check_keys(where: str, table: Mapping[str, Any], known: Collection[str]) -> None:
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise InvalidSetting(f"{where} has unknown key {key}; {hint}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _lowered(text: str) -> str:
-    return text[:1].lower() + text[1:]

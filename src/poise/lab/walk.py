@@ -9,17 +9,15 @@ at_s = 30.0                   # or: so many seconds after all workers are thrott
 speeds = [0.9, 0.45, 0.22]
 """
 
-import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from poise.cluster_file import read_toml
 from poise.errors import InvalidSetting
 from poise.lab.speeds import checked_speeds
+from poise.toml_file import Toml, is_number, is_whole, read_toml
 
 _KEYS = ("at_step", "at_s", "speeds")
 
@@ -71,29 +69,30 @@ class Walk:
 def read_walk(path: str | Path, workers: int) -> Walk:
     """Return the walk that a file declares for so many workers.
 
-    Raises InvalidSetting, with the file, the table and the key, unless all of it is understood.
+    Raises InvalidSetting, with the file, the line, the table and the key, unless all of it is
+    understood.
     """
-    return declared_walk(read_toml(path), str(path), workers)
+    return declared_walk(read_toml(path), workers)
 
 
-def declared_walk(tables: Mapping[str, Any], file: str, workers: int) -> Walk:
-    """Return the walk in the tables of a file; errors name the file."""
-    _check_keys(file, tables, ("change",))
-    found = tables.get("change")
-    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
-        raise InvalidSetting(f"{file} declares no changes; write tables [[change]]")
-    changes = [
-        _change(f"{file}: [[change]] {number}", table, workers)
-        for number, table in enumerate(found, 1)
-    ]
-    _check_order(file, changes)
+def declared_walk(toml: Toml, workers: int) -> Walk:
+    """Return the walk in the tables of a file."""
+    toml.check_keys(("change",))
+    tables = toml.array("change")
+    if not tables:
+        raise InvalidSetting(f"{toml.name} declares no changes; write tables [[change]]")
+    changes = [_change(toml, number, workers) for number in range(1, len(tables) + 1)]
+    _check_order(toml.name, changes)
     return Walk(tuple(changes))
 
 
-def _change(where: str, table: Mapping[str, Any], workers: int) -> Change:
-    _check_keys(where, table, _KEYS)
+def _change(toml: Toml, number: int, workers: int) -> Change:
+    toml.check_keys(_KEYS, "change", number)
+    table = toml.table("change", number)
     if ("at_step" in table) == ("at_s" in table):
+        where = toml.where("change", number)
         raise InvalidSetting(f"{where} needs one of at_step and at_s; say when it begins")
+    where = toml.where("change", number, "speeds")
     speeds = table.get("speeds")
     if not isinstance(speeds, list):
         raise InvalidSetting(f"{where} has speeds={speeds!r}; give a list with one per worker")
@@ -101,18 +100,16 @@ def _change(where: str, table: Mapping[str, Any], workers: int) -> Change:
         raise InvalidSetting(
             f"{where} has {len(speeds)} speeds for {workers} workers; give one per worker"
         )
+    found = checked_speeds(speeds, where)
     if "at_step" in table:
-        step = table["at_step"]
-        if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        where, step = toml.where("change", number, "at_step"), table["at_step"]
+        if not (is_whole(step) and step >= 1):
             raise InvalidSetting(f"{where} has at_step={step!r}; give a whole number from 1 up")
-        return Change(speeds=checked_speeds(speeds, where), at_step=step)
-    return Change(speeds=checked_speeds(speeds, where), at_s=_seconds(where, table["at_s"]))
-
-
-def _seconds(where: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise InvalidSetting(f"{where} has at_s={value!r}; give seconds from 0 up")
-    return float(value)
+        return Change(speeds=found, at_step=step)
+    where, at_s = toml.where("change", number, "at_s"), table["at_s"]
+    if not (is_number(at_s) and 0 <= at_s < math.inf):
+        raise InvalidSetting(f"{where} has at_s={at_s!r}; give seconds from 0 up")
+    return Change(speeds=found, at_s=float(at_s))
 
 
 def _check_order(file: str, changes: Sequence[Change]) -> None:
@@ -123,11 +120,3 @@ def _check_order(file: str, changes: Sequence[Change]) -> None:
                 f"{file} has {key} = {', '.join(map(str, times))}; put its changes in order, "
                 "one at a time"
             )
-
-
-def _check_keys(where: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise InvalidSetting(f"{where} has unknown key {key}; {hint}")
