@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from poise.core.observation import Event, Observation
 from poise.core.order import Order
 from poise.core.split import Split, even_split
+from poise.engine.rhythm import SETTLING
 from poise.policy import Decision
 from poise.torch import Balancer
-from poise.torch.exchange import SETTLING
 from tests.cluster import Workers
 from tests.test_exactness import EXACT, random_splits
 from tests.training import Log, Recipe, build, dataset, distance, train_balanced, train_plain

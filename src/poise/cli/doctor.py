@@ -78,7 +78,7 @@ def _print_report(console: Console, examination: Examination, peers: str) -> Non
     console.print(_workers_table(workers))
     leads = [facts.lead for facts in workers if facts.lead is not None]
     if leads:
-        from poise.torch.exchange import delay
+        from poise.engine.rhythm import delay
 
         largest = max(leads)
         console.print(

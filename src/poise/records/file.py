@@ -20,17 +20,29 @@ class Recorder:
     """Writes a record, line by line.
 
     A file that exists is never overwritten. Fields that nobody measured are left out, so that
-    rows are as short as what is known.
+    rows are as short as what is known. Of very large simulations a record holds only some rows:
+    each one with a decision, and of so many others one. It cannot be replayed.
     """
 
     def __init__(
-        self, path: str | PathLike[str], engine: Engine, *, mode: str | None = None
+        self,
+        path: str | PathLike[str],
+        engine: Engine,
+        *,
+        mode: str | None = None,
+        thinned: int = 1,
     ) -> None:
         self._file = _created(Path(path))
-        self._write(Header.of(engine, mode))
+        self._thinned = thinned
+        self._calls = 0
+        self._write(Header.of(engine, mode, thinned))
 
     def write(self, events: Sequence[Event], start_step: int, plan: Plan | None) -> None:
         """Add what happened, and the plan that was made on all of it."""
+        if self._left_out(plan):
+            return
+        if self._thinned > 1:
+            events = events[-1:]
         for number, event in enumerate(events, start=1):
             last = number == len(events)
             decision = Decided.of(plan) if last and plan is not None else None
@@ -42,6 +54,8 @@ class Recorder:
 
     def write_round(self, decided: Round, engine: AsyncEngine, busy_s: float) -> None:
         """Add a round of a training with a server, and what the server has done so far."""
+        if self._left_out(decided.plan):
+            return
         (event,) = decided.events
         change = event if isinstance(event, Change) else None
         self._write(
@@ -77,6 +91,11 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _left_out(self, plan: Plan | None) -> bool:
+        """Whether the next row is one of those that are thinned out."""
+        self._calls += 1
+        return plan is None and (self._calls - 1) % self._thinned > 0
 
     def _write(self, line: Header | Row) -> None:
         shown = _without_none(to_plain(line))

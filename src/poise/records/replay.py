@@ -37,6 +37,11 @@ def replay(record: Record, policy: Policy | None = None) -> Difference | None:
         policy: needed if the record was made by a policy of your own; or another policy, to see
             where it would have decided differently.
     """
+    if record.header.thinned is not None:
+        raise InvalidSetting(
+            f"of {record.header.thinned} decisions the record holds one, since it is that of a "
+            "large simulation, and what was left out cannot be decided again; simulate it again"
+        )
     if policy is None and record.header.policy is None:
         raise InvalidSetting(
             "the record was made by a policy that is not one of Poise's own; "

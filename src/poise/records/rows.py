@@ -44,13 +44,16 @@ class Header:
     adapt: Adaptation | None = None
     mode: str | None = None
     """Of a training with a server; None: all workers take every step together."""
+    thinned: int | None = None
+    """Of so many decisions without a change one is here; None: all of them."""
 
     @staticmethod
-    def of(engine: Engine, mode: str | None = None) -> "Header":
+    def of(engine: Engine, mode: str | None = None, thinned: int = 1) -> "Header":
         """Return the header of an engine's record."""
         policy = named(engine.policy)
         workers, global_batch = engine.workers, engine.global_batch
-        return Header(FORMAT, VERSION, policy, workers, global_batch, engine.adapt, mode)
+        left_out = thinned if thinned > 1 else None
+        return Header(FORMAT, VERSION, policy, workers, global_batch, engine.adapt, mode, left_out)
 
     def engine(self, policy: Policy) -> Engine:
         """Return an engine as it was at the start."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from poise.core.timing import Floats, SpeedModel
-from poise.sim.truth import Bent, Truth
+from poise.sim.truth import Bend, Bent, Truth
 
 CORES = {1: (12, 12, 12, 12), 2: (12, 12, 8, 16), 4: (9, 9, 6, 24), 8: (6, 6, 4, 32)}
 """OmniLearn's core tables for synchronous training, by heterogeneity level: max / min cores."""
@@ -30,7 +30,7 @@ def by_cores(
 def walk(
     *,
     steps_per_level: int = 200,
-    bend: Callable[[Floats], Floats] | None = None,
+    bend: Bend | None = None,
     fixed_share: float = 0.2,
 ) -> Callable[[int], Truth]:
     """Return OmniLearn's walk through heterogeneity levels, each for some steps."""
@@ -41,9 +41,9 @@ def walk(
     return lambda step: levels[WALK[min(step // steps_per_level, len(WALK) - 1)]]
 
 
-BENDS: dict[str, Callable[[Floats], Floats]] = {
-    "b^0.8": lambda b: 60**0.2 * b**0.8,
-    "tiles of 8": lambda b: np.ceil(b / 8) * 8,
-    "a knee at 80": lambda b: b + 1.5 * np.maximum(b - 80, 0),
+BENDS = {
+    "b^0.8": Bend.of(power=(0.8, 60)),
+    "tiles of 8": Bend.of(tile=8),
+    "a knee at 80": Bend.of(knee=(80, 2.5)),
 }
-"""Times that no line represents, as functions that replace the local batch."""
+"""Times that no line represents."""

@@ -1,6 +1,5 @@
 """What virtual workers truly take, which no policy is told."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from poise.core.timing import Curves, Floats, Ints, SpeedModel, StepTimes
 
 
 class Truth(StepTimes, Protocol):
-    """A cluster as it is."""
+    """How long workers compute and load, and what reductions add."""
 
     @property
     def bucket_s(self) -> Floats:
@@ -31,16 +30,69 @@ class Truth(StepTimes, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Bent:
-    """Lines in a function of the local batch: times that no line can represent.
+class Bend:
+    """How many samples a local batch feels like: times that no line can represent.
 
-    >>> tiles = Bent(SpeedModel.of([0.0], [0.01]), lambda b: np.ceil(b / 8) * 8)
-    >>> tiles.local_s([9])
+    Each field is one number for all workers or one for each. First a batch is filled up to whole
+    tiles, then samples beyond a knee count several times, then a power is taken that leaves one
+    local batch as it is.
+
+    >>> Bend.of(tile=8)(np.array([9.0])), Bend.of(knee=(80, 2.5))(np.array([100.0]))
+    (array([16.]), array([130.]))
+    >>> Bend.of(power=(0.5, 16))(np.array([16.0, 64.0]))
+    array([16., 32.])
+    """
+
+    tile: Floats
+    knee_at: Floats
+    knee: Floats
+    """What a sample beyond the knee counts."""
+    power: Floats
+    power_at: Floats
+    """The local batch that the power leaves as it is."""
+
+    @staticmethod
+    def of(
+        *,
+        tile: ArrayLike = 1.0,
+        knee: tuple[ArrayLike, ArrayLike] = (0.0, 1.0),
+        power: tuple[ArrayLike, ArrayLike] = (1.0, 1.0),
+    ) -> "Bend":
+        """Make a bend; what is not given bends nothing."""
+        numbers = (tile, *knee, *power)
+        return Bend(*(np.asarray(each, dtype=np.float64) for each in numbers))
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether nothing is bent."""
+        return bool((self.tile == 1).all() and (self.knee == 1).all() and (self.power == 1).all())
+
+    def take(self, workers: Ints) -> "Bend":
+        """Return the bend of some of the workers."""
+        return Bend(*(_some(values, workers) for values in self._fields))
+
+    def __call__(self, batches: Floats, workers: Ints | None = None) -> Floats:
+        """Return what local batches feel like, of the workers with these numbers."""
+        tile, knee_at, knee, power, power_at = (_some(each, workers) for each in self._fields)
+        b = np.ceil(batches / tile) * tile
+        b = b + (knee - 1) * np.maximum(b - knee_at, 0.0)
+        return np.asarray(power_at ** (1 - power) * b**power)
+
+    @property
+    def _fields(self) -> tuple[Floats, ...]:
+        return self.tile, self.knee_at, self.knee, self.power, self.power_at
+
+
+@dataclass(frozen=True, eq=False)
+class Bent:
+    """Lines in what a local batch feels like.
+
+    >>> Bent(SpeedModel.of([0.0], [0.01]), Bend.of(tile=8)).local_s([9])
     array([0.16])
     """
 
     model: SpeedModel
-    bend: Callable[[Floats], Floats]
+    bend: Bend
     jumps = True
 
     @property
@@ -63,8 +115,11 @@ class Bent:
         return self.model.ready_s(self.bend(np.asarray(batches, dtype=np.float64)))
 
     def local_s(self, batches: ArrayLike, workers: Ints | None = None) -> Floats:
-        """Return tau_i(b)."""
-        return self.model.local_s(self.bend(np.asarray(batches, dtype=np.float64)), workers)
+        """Return tau_i(b); the loader does not feel what computing does."""
+        b = np.asarray(batches, dtype=np.float64)
+        computing = self._computing.local_s(self.bend(b, workers), workers)
+        loading = self.input_s if workers is None else self.input_s[workers]
+        return np.asarray(np.maximum(computing, loading * b))
 
     def step_s(self, split: ArrayLike) -> float:
         """The step time, without noise."""
@@ -77,6 +132,17 @@ class Bent:
     def capacity(self, step_s: float) -> tuple[Floats, Floats]:
         """Return the largest local batches that end in time, and no slopes."""
         return self._curves.capacity(step_s)
+
+    @property
+    def _computing(self) -> SpeedModel:
+        model = self.model
+        return SpeedModel(
+            model.fixed_s,
+            model.per_sample_s,
+            model.bucket_s,
+            np.zeros(model.workers),
+            model.micro_batch,
+        )
 
     @property
     def _curves(self) -> Curves:
@@ -98,3 +164,7 @@ def slowed(model: SpeedModel, factors: ArrayLike) -> SpeedModel:
 def oracle(truth: Truth, global_batch: int, limits: Limits | None = None) -> Optimum:
     """Return the split that one who knows the truth would choose."""
     return optimal_split(truth, global_batch, limits)
+
+
+def _some(values: Floats, workers: Ints | None) -> Floats:
+    return values if workers is None or values.ndim == 0 else values[workers]

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import count
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from poise.core.observation import Observation
 from poise.core.plan import Forecast, Plan
 from poise.core.timing import Floats
 from poise.engine.bsp import Engine
+from poise.engine.rhythm import SELDOM, delay, is_due, next_due
 from poise.errors import Disagreement
 from poise.policy import Forecasting
 from poise.records import Recorder
@@ -32,10 +32,6 @@ from poise.torch.learned import Known
 from poise.torch.meter import WIDTH, Meter, observation_of, unmeasured
 from poise.torch.run import Run
 
-SETTLING = 8
-"""Steps after a change of the split in which every step is exchanged,"""
-SELDOM = 4
-"""and of so many steps one, later."""
 _NO_CHANGE = -1
 _LAST_WAIT = timedelta(seconds=5)
 _log = logging.getLogger("poise")
@@ -52,11 +48,6 @@ class _Posted:
     """On worker 0, of each worker: the step, then what it measured; empty on the others."""
     works: tuple[dist.Work, ...]
     """What completes when message and rows are there."""
-
-
-def delay(lead: int) -> int:
-    """Return how many steps after its announcement a plan starts, for the largest lead."""
-    return lead + 2
 
 
 class Exchange:
@@ -162,8 +153,7 @@ class Exchange:
 
     def _is_due(self, step: int) -> bool:
         """Whether all workers post at a step; they all know the plan that holds there."""
-        since = max(self._run.timetable.settled_since(step), self._first_step)
-        return step - since < SETTLING or step % SELDOM == 0
+        return is_due(self._run.timetable, step, self._first_step)
 
     def _post(self, step: int) -> None:
         if self._run.cluster.worker == 0:
@@ -246,7 +236,7 @@ class Exchange:
         """Let the engine learn from steps; its plan is announced with the next post."""
         if not seen:
             return
-        due = next(step for step in count(self._next_step) if self._is_due(step))
+        due = next_due(self._run.timetable, self._next_step, self._first_step)
         start_step = due + self._delay
         plan, self.engine = self.engine.update(seen, start_step)
         if self._recorder is not None:
