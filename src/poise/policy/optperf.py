@@ -21,6 +21,10 @@ from poise.policy.bounds import NO_BOUNDS, Bounds
 from poise.policy.window import resized
 
 
+_EPOCHS = 2
+"""Of different local batches that a line needs."""
+
+
 @dataclass(frozen=True, eq=False)
 class OptPerfState:
     """Sums over the epoch under way, and the means of the epochs before."""
@@ -41,6 +45,8 @@ class OptPerfState:
     """Epochs x workers: mean ready times of the first bucket."""
     last_s: Floats
     """Epochs x workers: of the last one."""
+    reduction_s: tuple[float, float] | None = None
+    """T_o and T_u of the last epoch that was over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +72,33 @@ class OptPerf:
         decision = None
         for event in events:
             if isinstance(event, Change):
-                speeds = resized(state.speeds, event)
-                split = self.bounds.proportional(speeds.tolist(), event.global_batch)
-                decision = Decision(split, "another cluster: the model is learned anew")
-                state = replace(_begin(split, state.epoch), speeds=speeds)
+                decision, state = self._changed(state, event)
             elif event.epoch != state.epoch:
                 found, state = self._next_epoch(state, event.epoch)
                 decision, state = found or decision, _added(state, event)
             else:
                 state = _added(state, event)
         return decision, state
+
+    def forecast(self, state: OptPerfState) -> Forecast | None:
+        """Return the two-line model with the bounds; None in the first two epochs."""
+        if len(state.batches) < _EPOCHS:
+            return None
+        model = _two_lines(state)
+        return Forecast(model, self.bounds.limits(model.workers), model.step_s(state.split))
+
+    def _changed(self, state: OptPerfState, change: Change) -> tuple[Decision, OptPerfState]:
+        """Split another global batch by the model; other workers are learned anew."""
+        known = self.forecast(state)
+        if known is not None and change.origin == tuple(range(len(state.split))):
+            best = optimal_split(known.model, change.global_batch, known.limits)
+            forecast = Forecast(known.model, known.limits, best.poured_s)
+            decision = Decision(best.split, "another global batch", forecast)
+            return decision, _forgotten(replace(state, split=best.split))
+        speeds = resized(state.speeds, change)
+        split = self.bounds.proportional(speeds.tolist(), change.global_batch)
+        decision = Decision(split, "another cluster: the model is learned anew")
+        return decision, replace(_begin(split, state.epoch), speeds=speeds)
 
     def _next_epoch(self, state: OptPerfState, epoch: int) -> tuple[Decision | None, OptPerfState]:
         if state.count == 0:
@@ -133,6 +156,7 @@ def _closed(state: OptPerfState, epoch: int, remembered: int) -> OptPerfState:
     means = state.ready / state.count
     return replace(
         state,
+        reduction_s=_reduction_times(state),
         epoch=epoch,
         speeds=np.maximum(state.split, 1) / np.maximum(means[:, 1], 1e-9),
         batches=_with(state.batches, np.array(state.split, dtype=float), remembered),
@@ -155,7 +179,7 @@ def _forgotten(state: OptPerfState) -> OptPerfState:
 def _two_lines(state: OptPerfState) -> SpeedModel:
     first = _line(state.batches, state.first_s)
     last = _line(state.batches, state.last_s)
-    overlapping, final = _reduction_times(state)
+    overlapping, final = state.reduction_s or (0.0, 0.0)
     return SpeedModel.of(
         np.stack([first[0], last[0]], axis=1),
         np.stack([first[1], last[1]], axis=1),
