@@ -28,8 +28,8 @@ format: $(READY)
 
 # make bench NAME=overhead ARGS="--quick --json"
 bench: $(READY)
-	@test -n "$(NAME)" || { echo 'make bench needs NAME=..., one of: $(basename $(notdir $(wildcard benchmarks/*.py)))' >&2; exit 2; }
-	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
+	@test -n "$(NAME)" || { echo 'make bench needs NAME=..., one of: $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py benchmarks/papers/*.py))' >&2; exit 2; }
+	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -65,6 +65,10 @@ def test_every_policy_conforms(policy: Policy, law: Law) -> None:
     law(policy, 3, 48)
 
 
+def test_one_worker_conforms() -> None:
+    check(Auto(), workers=1, global_batch=48)
+
+
 class Forgetful(Even):
     """Breaks the laws: it changes its mind with every call."""
 

@@ -40,14 +40,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"poise {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_calibrate(commands)
     _add_demo(commands)
     _add_doctor(commands)
     _add_lab(commands)
     _add_plan(commands)
     _add_serve(commands)
+    _add_simulate(commands)
     _add_verify(commands)
     _add_watch(commands)
     return parser
+
+
+def _add_calibrate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Write a scenario of a cluster from the record of a training that ran on it."
+    calibrate = commands.add_parser(
+        "calibrate",
+        help=text,
+        description=text + " Speeds, reductions, loaders and noise are those that were measured; "
+        "how well they predict is tried on steps that were held out. The scenario is one for "
+        "poise simulate: ask there what one more worker or a faster network would bring.",
+    )
+    calibrate.add_argument("record", metavar="RUN", help='a record: Balancer(record="run.jsonl")')
+    calibrate.add_argument(
+        "--out", metavar="FILE", help="write the scenario there (default: print it)"
+    )
+    calibrate.add_argument("--json", action="store_true", help="print what was found as JSON")
+    calibrate.set_defaults(run=_calibrate)
 
 
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -224,6 +243,50 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     serve.set_defaults(run=_serve)
 
 
+def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Train virtually on a cluster that is only described, with each policy in turn."
+    simulate = commands.add_parser(
+        "simulate",
+        help=text,
+        description=text + " The engine is that of live training; workers and clock are virtual. "
+        "Shows the mean step, waiting, regret to the best split, plan changes, the time to the "
+        "goal, worker-hours and cost.",
+    )
+    simulate.add_argument("file", metavar="SCENARIO.toml", help="a cluster, and what happens to it")
+    simulate.add_argument("--json", action="store_true", help="print one JSON object")
+    simulate.add_argument(
+        "--out", metavar="DIR", help="draw pictures and a page, index.html; needs poise[report]"
+    )
+    simulate.add_argument(
+        "--record", metavar="DIR", help="write the record of each policy, POLICY.jsonl"
+    )
+    simulate.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this policy; may be given several times (default: those of the file)",
+    )
+    simulate.add_argument("--steps", type=_one_or_more, metavar="N", help="instead of the file's")
+    simulate.add_argument("--seed", type=_seed, metavar="S", help="instead of the file's")
+    simulate.add_argument(
+        "--more",
+        type=_more,
+        action="append",
+        default=[],
+        metavar="WORKER[=N]",
+        help="what if there were one more worker, or N, like those of this name",
+    )
+    simulate.add_argument(
+        "--network",
+        type=_factor,
+        default=1.0,
+        metavar="F",
+        help="what if the network were F times as fast",
+    )
+    simulate.set_defaults(run=_simulate)
+
+
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "Check that a script trains the same on unequal workers as in one process."
     verify = commands.add_parser(
@@ -296,6 +359,12 @@ def _add_watch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     watch.set_defaults(run=_watch)
 
 
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from poise.cli.calibrate import calibrate
+
+    return calibrate(run=arguments.record, out=arguments.out, as_json=arguments.json)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from poise.cli.demo import demo
 
@@ -347,6 +416,24 @@ def _serve(arguments: argparse.Namespace) -> int:
         save=arguments.save,
         save_every_s=arguments.save_every,
         closed=arguments.closed,
+    )
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from poise.cli.simulate import Asked, simulate
+    from poise.sim.what_if import WhatIf
+
+    return simulate(
+        Asked(
+            file=arguments.file,
+            policies=tuple(arguments.policy),
+            steps=arguments.steps,
+            seed=arguments.seed,
+            what_if=WhatIf(tuple(arguments.more), arguments.network),
+            out=arguments.out,
+            record=arguments.record,
+            as_json=arguments.json,
+        )
     )
 
 
@@ -412,6 +499,31 @@ def _seconds(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _seed(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed, a whole number from 0 up")
+    return int(text)
+
+
+def _more(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if not name or (count and (not count.isdigit() or int(count) < 1)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a worker's name, or NAME=N with N from 1"
+        )
+    return name, int(count or 1)
+
+
+def _factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 

@@ -20,7 +20,6 @@ from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
 from poise.policy.window import resized
 
-
 _EPOCHS = 2
 """Of different local batches that a line needs."""
 

@@ -140,7 +140,6 @@ class _Asynchronous:
         lasts_s = max(self._clock_s - window.begin_s, 1e-12)
         # A window may hold parts of iterations: what a worker did not wait it computed.
         idle = np.minimum(window.idle_s[present], lasts_s)
-        clean_s, best_s = _rates(moment.cluster, self._split())
         step = Step(
             number=number,
             workers=present,
@@ -149,8 +148,9 @@ class _Asynchronous:
             lasts_s=lasts_s,
             computed_s=lasts_s - idle,
             input_s=np.zeros(len(present)),
-            clean_s=clean_s,
-            best_s=best_s,
+            idle_s=idle,
+            clean_s=_free_s(moment.cluster, self._split()),
+            best_s=float("nan"),
             effective_samples=0.0 if self._lessons is None else self._lessons.effective_samples,
             plan=None if window.decided is None else window.decided.plan,
         )
@@ -305,14 +305,12 @@ class _Asynchronous:
             self._recorder.write_round(decided, self._engine, self._busy_s)
 
 
-def _rates(cluster: Cluster, split: tuple[int, ...]) -> tuple[float, float]:
-    """Return the seconds of a global batch at the rate of a split, and at the highest rate.
+def _free_s(cluster: Cluster, split: tuple[int, ...]) -> float:
+    """Return the seconds of a global batch at the rate of a split: sum of b_i / t_i(b_i).
 
-    Without waiting, worker i makes b_i / t_i(b_i) samples a second; how local batches change that
-    is in their fixed costs alone, so that no split is called best: both are the same.
+    No split is called best: where nobody waits, local batches change the rate by their fixed
+    costs alone, and equal iteration times are wanted for what they do to staleness.
     """
     batches = np.array(split, dtype=np.float64)
     times = cluster.truth.ready_s(batches)[:, -1]
-    rate = float((batches / np.maximum(times, 1e-12)).sum())
-    seconds = float(batches.sum()) / rate
-    return seconds, float("nan")
+    return float(batches.sum() / (batches / np.maximum(times, 1e-12)).sum())

@@ -47,6 +47,8 @@ class Step:
     """When each worker had handed over its gradient, from the begin."""
     input_s: Floats
     """How long each worker waited for input first."""
+    idle_s: Floats
+    """How long each worker waited for others, or for the server."""
     clean_s: float
     """How long it would have lasted without noise."""
     best_s: float
@@ -61,11 +63,8 @@ class Step:
     """What is learned by its end, in samples with the global batch of the start."""
     plan: Plan | None = None
     """What was decided after it."""
-
-    @property
-    def idle_s(self) -> Floats:
-        """How long each worker waited for the last one."""
-        return np.asarray(self.computed_s.max() - self.computed_s)
+    whole: bool = True
+    """False for the smaller last step of an epoch."""
 
     @property
     def end_s(self) -> float:
@@ -248,6 +247,7 @@ class _Synchronous:
             lasts_s=passage.lasts_s,
             computed_s=passage.arrived_s,
             input_s=passage.wait_s,
+            idle_s=passage.idle_s,
             clean_s=max(clean_s, float((cluster.truth.input_s * np.array(split)).max())),
             best_s=best_s,
             stands_for=stands_for,
@@ -255,6 +255,7 @@ class _Synchronous:
             lost_s=lost_s,
             effective_samples=learned,
             plan=decided,
+            whole=whole,
         )
 
     def _followed(self, number: int, moment: Moment) -> float:

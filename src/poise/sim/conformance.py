@@ -114,12 +114,13 @@ def follows_changes(policy: Policy, workers: int, global_batch: int) -> None:
     for step in range(10):
         plan, engine = engine.update([_step(workers, step, timetable.at(step).split)], step + 2)
         timetable = timetable if plan is None else timetable.announce(plan)
-    larger = 2 * global_batch
-    for change in (
-        Change.of(workers, global_batch=larger),
+    changes = [
+        Change.of(workers, global_batch=2 * global_batch),
         Change.of(workers, global_batch=global_batch, joined=1),
-        Change.of(workers, global_batch=global_batch, left=[0]),
-    ):
+    ]
+    if workers > 1:
+        changes.append(Change.of(workers, global_batch=global_batch, left=[0]))
+    for change in changes:
         try:
             plan, after = engine.update([change], 12)
         except (InvalidSetting, InfeasibleSplit):

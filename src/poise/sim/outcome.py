@@ -149,10 +149,12 @@ class Tally:
         self._prices = np.array(scenario.prices)
         self._every = max(1, scenario.steps // _POINTS)
         self._course: list[Point] = []
+        self._next_point = 0
         self._last: list[Step] = []
         self._steps = self._samples = self._taken_s = self._idle_s = self._worker_s = 0.0
         self._money = self._clean_s = self._best_s = self._lost_s = self._clock_s = 0.0
         self._simulated = self._changes = 0
+        self._split: Split = ()
         self._near_since: tuple[int, float] | None = None
 
     def add(self, step: Step) -> None:
@@ -176,7 +178,10 @@ class Tally:
             self._settle(step)
         self._changes += step.plan is not None
         self._last = [*self._last[1 - _SHOWN_STEPS :], step]
-        if step.number % self._every == 0:
+        if step.whole:
+            self._split = step.split
+        if step.number >= self._next_point and step.whole:
+            self._next_point = step.number + self._every
             self._course.append(_point(step))
 
     def outcome(self) -> Outcome:
@@ -185,7 +190,7 @@ class Tally:
         goal = None if learning is None else learning.target_samples
         reached = goal is not None and last is not None and last.effective_samples >= goal
         near_step, near_s = self._near_since or (None, None)
-        if last is not None and (not self._course or self._course[-1].step < last.number):
+        if last is not None and last.whole and self._course[-1].step < last.number:
             self._course.append(_point(last))
         return Outcome(
             self._policy,
@@ -200,7 +205,7 @@ class Tally:
             worker_hours=self._worker_s / HOUR_S,
             money=self._money if self._prices.size else None,
             samples=self._samples,
-            last_split=() if last is None else last.split,
+            last_split=self._split,
             settled_step=near_step,
             settled_s=near_s,
             course=tuple(self._course),

@@ -150,7 +150,7 @@ class Scenario:
     drag: float = 0.0
     queue: int = 2
     """Local batches that a loader keeps ready."""
-    lead: int = 1
+    lead: int = 0
     """Steps by which a loader runs ahead, before which a plan cannot start."""
     restart_s: float = 0.0
     """Seconds that pass when workers join, leave or fail."""

@@ -154,7 +154,7 @@ class _Reader:
             ring=ring,
             drag=drag,
             queue=self.whole("queue", 2, "loader", least=1, most=64),
-            lead=self.whole("lead", 1, least=0, most=1024),
+            lead=self.whole("lead", 0, least=0, most=1024),
             restart_s=self.number("restart_s", 0.0),
             epoch_samples=self._optional_whole("epoch_samples", "training"),
             stride=self.whole("stride", 1, "training", least=1),

@@ -1,0 +1,69 @@
+"""The command `poise calibrate`: a scenario from the record of a training."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+from poise.errors import InvalidSetting
+from poise.records import read_record
+from poise.sim.calibration import Calibration, calibrated, scenario_text
+
+
+def calibrate(run: str, out: str | None, *, as_json: bool) -> int:
+    """Write a scenario file, or print it; return the exit code."""
+    found = calibrated(read_record(run))
+    text = scenario_text(found, Path(run).name)
+    if out is not None:
+        _write(Path(out), text)
+    if as_json:
+        print(json.dumps({**_plain(found), "scenario": text}, indent=2, allow_nan=False))
+        return 0
+    if out is None:
+        sys.stdout.write(text)
+    for sentence in _sentences(found):
+        print(sentence, file=sys.stderr if out is None else sys.stdout)
+    if out is not None:
+        print(f"written: {out}; try: poise simulate {out} --more worker-0")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise InvalidSetting(
+            f"--out {path} exists, and a scenario may hold your own changes; choose another name"
+        ) from None
+    except OSError as error:
+        raise InvalidSetting(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def _sentences(found: Calibration) -> list[str]:
+    measured, predicted = found.measured_s * 1e3, found.predicted_s * 1e3
+    sentences = [
+        f"{found.workers} workers, {found.steps:,} measured steps, {found.splits:,} splits",
+        f"steps of the last split took {measured:.1f} ms on average, {predicted:.1f} ms predicted",
+    ]
+    if math.isnan(found.error):
+        sentences.append("too few steps to hold some out, so the error is not known")
+    else:
+        sentences.append(
+            f"held-out step times are mispredicted by {100 * found.error:.1f} % on average, in "
+            f"{found.held_out} groups of steps"
+        )
+    return [*sentences, *(f"note: {each}" for each in found.guessed)]
+
+
+def _plain(found: Calibration) -> dict[str, object]:
+    return {
+        "workers": found.workers,
+        "steps": found.steps,
+        "splits": found.splits,
+        "error": None if math.isnan(found.error) else found.error,
+        "held_out": found.held_out,
+        "measured_s": found.measured_s,
+        "predicted_s": found.predicted_s,
+        "guessed": list(found.guessed),
+    }

@@ -1,0 +1,353 @@
+"""The command `poise simulate`: policies side by side on a cluster that is only described."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from poise.core.split import even_split
+from poise.engine.modes import Sync
+from poise.errors import InvalidSetting
+from poise.policy.naming import KINDS
+from poise.sim.bsp import Step
+from poise.sim.conditions import Conditions
+from poise.sim.outcome import Outcome, compare
+from poise.sim.scenario import Scenario
+from poise.sim.scenario_file import declared_scenario
+from poise.sim.what_if import WhatIf
+from poise.toml_file import nearest, read_toml
+
+_SURE = 2.0
+"""Standard errors of an interval that is shown."""
+_DAY_S = 86_400.0
+_UNITS = (
+    (1e-3, "ms", 1.0),
+    (1.0, "s", 120.0),
+    (60.0, "min", 7200.0),
+    (3600.0, "h", 2 * _DAY_S),
+)
+"""Seconds of a unit, its name, and the time up to which it is used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line says."""
+
+    file: str
+    policies: tuple[str, ...] = ()
+    steps: int | None = None
+    seed: int | None = None
+    what_if: WhatIf = field(default_factory=WhatIf)
+    out: str | None = None
+    record: str | None = None
+    as_json: bool = False
+
+
+def simulate(asked: Asked) -> int:
+    """Run every policy of a scenario and show what comes of it; return the exit code."""
+    toml = read_toml(asked.file)
+    base = _with_options(declared_scenario(toml), asked)
+    scenario = base
+    if asked.what_if:
+        scenario = _with_options(declared_scenario(asked.what_if.applied(toml)), asked)
+    if asked.out is not None:
+        from poise.cli.simulate_plots import check_directory
+
+        check_directory(Path(asked.out))
+    records = _directory(asked.record)
+    console = Console(highlight=False)
+    with _progress(scenario, again=bool(asked.what_if)) as watch:
+        before = compare(base, watch=watch) if asked.what_if else []
+        outcomes = compare(scenario, watch=watch, records=records)
+    findings = Findings(scenario, outcomes, before, asked.what_if)
+    written = _pictures(findings, asked.out)
+    if asked.as_json:
+        print(json.dumps({**findings.as_json(), "files": written}, indent=2, allow_nan=False))
+        return 0
+    _show(console, findings)
+    for path in written:
+        console.print(f"written: {escape(path)}", soft_wrap=True)
+    return 0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What comes of a scenario, and of the same without a change that was asked about."""
+
+    scenario: Scenario
+    outcomes: Sequence[Outcome]
+    before: Sequence[Outcome]
+    what_if: WhatIf
+
+    def rows(self) -> list[list[str]]:
+        """Return the table, its heading first."""
+        columns = _columns(self.scenario)
+        return [
+            ["policy", *columns],
+            *([each.policy, *_cells(each, columns)] for each in self.outcomes),
+        ]
+
+    def sentences(self) -> Iterator[str]:
+        """Yield what the table does not say."""
+        yield from self._gain()
+        yield from self._difference()
+        if self.scenario.error is not None:
+            yield (
+                f"this cluster was calibrated: held-out steps were mispredicted by "
+                f"{_percent(self.scenario.error)} on average"
+            )
+        for each in self.outcomes:
+            if each.refused:
+                yield f"{each.policy} cannot follow: {each.refused}"
+        goal = self.scenario.learning and self.scenario.learning.target_samples
+        missed = [each.policy for each in self.outcomes if goal and each.target_s is None]
+        missed = [name for name in missed if name not in self._refused]
+        if missed:
+            yield (
+                f"the goal is not reached within {self.scenario.steps:,} steps by "
+                f"{', '.join(missed)}; raise steps"
+            )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        scenario = self.scenario
+        return {
+            "title": scenario.cluster.title,
+            "workers": scenario.workers,
+            "global_batch": scenario.global_batch,
+            "mode": str(scenario.mode),
+            "seed": scenario.seed,
+            "error": scenario.error,
+            "ceiling": self.ceiling,
+            "outcomes": [_plain(each) for each in self.outcomes],
+            "what_if": str(self.what_if) or None,
+            "before": [_plain(each) for each in self.before],
+        }
+
+    @property
+    def ceiling(self) -> float | None:
+        """How many times as fast as even the best split is at the start; None where no step is."""
+        scenario = self.scenario
+        if not isinstance(scenario.mode, Sync):
+            return None
+        moment = Conditions(scenario).at(0, 0.0)
+        limits = scenario.limits.take(moment.present.tolist())
+        even = even_split(len(moment.present), scenario.global_batch)
+        if not limits.allow(even):
+            return None
+        _, best_s = moment.cluster.best(scenario.global_batch, limits)
+        return moment.cluster.step_s(even) / best_s
+
+    @property
+    def _refused(self) -> set[str]:
+        return {each.policy for each in self.outcomes if each.refused}
+
+    def _gain(self) -> Iterator[str]:
+        """Yield how much faster the fastest is than even."""
+        known = {each.policy: each for each in self.outcomes if not each.refused}
+        if "even" not in known or len(known) < 2:  # noqa: PLR2004 (two are compared)
+            return
+        best = min((each for name, each in known.items() if name != "even"), key=_measure)
+        ratio = _measure(known["even"]) / _measure(best)
+        what = "reaches the goal" if best.target_s is not None else "makes steps"
+        yield f"{best.policy} {what} {self._times(ratio)} as fast as even"
+        if self.ceiling is not None and not self.scenario.changes_over_steps:
+            yield (
+                "no split of the same global batch can make steps more than "
+                f"{self.ceiling:.2f} times as fast as even"
+            )
+
+    def _difference(self) -> Iterator[str]:
+        """Yield what a change brings to each policy."""
+        for was, now in zip(self.before, self.outcomes, strict=False):
+            if was.refused or now.refused:
+                continue
+            ratio = _measure(was) / _measure(now)
+            hours = now.worker_hours / was.worker_hours
+            yield (
+                f"with {self.what_if}, {now.policy} is {self._times(ratio)} as fast and takes "
+                f"{hours:.2f} times the worker-hours"
+            )
+
+    def _times(self, ratio: float) -> str:
+        """Return a ratio, with what a mispredicted step means for it."""
+        error = self.scenario.error
+        if error is None:
+            return f"{ratio:.2f} times"
+        return f"{ratio:.2f} (± {_SURE * math.sqrt(2) * error * ratio:.2f}) times"
+
+
+def _with_options(scenario: Scenario, asked: Asked) -> Scenario:
+    if asked.steps is not None:
+        late = [event.at_step for event in scenario.events if event.at_step is not None]
+        if late and max(late) >= asked.steps:
+            raise InvalidSetting(
+                f"--steps {asked.steps} ends before the event of step {max(late)}; give more"
+            )
+        scenario = replace(scenario, steps=asked.steps)
+    if asked.seed is not None:
+        scenario = replace(scenario, seed=asked.seed)
+    for name in asked.policies:
+        if name not in KINDS:
+            raise InvalidSetting(f"--policy {name} is unknown; {nearest(name, KINDS)}")
+        if name == "fixed" and not scenario.split:
+            raise InvalidSetting(f"--policy fixed needs split = [...] in {asked.file}")
+        if name == "static" and not scenario.resources:
+            raise InvalidSetting(f"--policy static needs a resource of each worker in {asked.file}")
+    return replace(scenario, policies=asked.policies) if asked.policies else scenario
+
+
+def _directory(path: str | None) -> Path | None:
+    if path is None:
+        return None
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidSetting(f"--record {path} cannot be made: {error.strerror}") from None
+    return Path(path)
+
+
+@contextmanager
+def _progress(scenario: Scenario, *, again: bool) -> Iterator[Any]:
+    """Show how far the simulation is, on a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    names = scenario.policies
+    total = scenario.steps * len(names) * (2 if again else 1)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("simulating", total=total)
+        seen: list[str] = []
+
+        def watch(policy: str, step: Step) -> None:
+            if not seen or seen[-1] != policy:
+                seen.append(policy)
+            done = (len(seen) - 1) * scenario.steps + step.number
+            if step.number % 16 == 0:
+                bar.update(task, description=policy, completed=done)
+
+        yield watch
+
+
+def _pictures(findings: Findings, out: str | None) -> list[str]:
+    if out is None:
+        return []
+    from poise.cli.simulate_page import write_page
+    from poise.cli.simulate_plots import draw_all
+
+    directory = Path(out)
+    drawn = draw_all(findings.scenario, findings.outcomes, directory)
+    page = directory / "index.html"
+    write_page(
+        page,
+        findings.scenario,
+        findings.outcomes,
+        findings.rows(),
+        list(findings.sentences()),
+    )
+    return [str(page), *(str(path) for path in drawn)]
+
+
+def _show(console: Console, findings: Findings) -> None:
+    scenario = findings.scenario
+    if scenario.cluster.title:
+        console.print(f"[bold]{escape(scenario.cluster.title)}[/]", soft_wrap=True)
+    heading, *rows = findings.rows()
+    table = Table(box=box.SIMPLE_HEAD)
+    for number, name in enumerate(heading):
+        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+    for sentence in findings.sentences():
+        console.print(escape(sentence), soft_wrap=True)
+
+
+def _columns(scenario: Scenario) -> list[str]:
+    columns = ["step", "waiting", "regret", "changes"]
+    if not isinstance(scenario.mode, Sync):
+        columns.remove("regret")
+    if scenario.learning is not None and scenario.learning.target_samples is not None:
+        columns.append("goal after")
+    columns += ["worker h"]
+    return [*columns, "cost"] if scenario.prices else columns
+
+
+def _cells(outcome: Outcome, columns: Sequence[str]) -> Iterator[str]:
+    """Yield a policy's row."""
+    for column in columns:
+        if outcome.refused:
+            yield "-"
+        elif column == "step":
+            yield duration(outcome.step_s)
+        elif column == "waiting":
+            yield _percent(outcome.waiting)
+        elif column == "regret":
+            yield _percent(outcome.regret)
+        elif column == "changes":
+            yield f"{outcome.changes:,}"
+        elif column == "goal after":
+            yield "-" if outcome.target_s is None else duration(outcome.target_s)
+        elif column == "worker h":
+            yield _digits(outcome.worker_hours)
+        else:
+            yield f"{outcome.money or 0.0:,.2f}"
+
+
+def _measure(outcome: Outcome) -> float:
+    """Return what a policy is judged by: the time to the goal, else its mean step."""
+    return outcome.step_s if outcome.target_s is None else outcome.target_s
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    def finite(value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
+
+    return {
+        "policy": outcome.policy,
+        "refused": outcome.refused or None,
+        "steps": outcome.steps,
+        "seconds": outcome.clock_s,
+        "step_s": finite(outcome.step_s),
+        "samples_per_s": finite(outcome.samples_per_s),
+        "waiting": finite(outcome.waiting),
+        "regret": finite(outcome.regret),
+        "changes": outcome.changes,
+        "lost_s": outcome.lost_s,
+        "settled_step": outcome.settled_step,
+        "settled_s": finite(outcome.settled_s),
+        "target_s": finite(outcome.target_s),
+        "worker_hours": outcome.worker_hours,
+        "cost": finite(outcome.money),
+        "last_split": list(outcome.last_split),
+    }
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people, with three digits.
+
+    >>> duration(0.0123), duration(1.0), duration(213.4), duration(8000.0), duration(3e5)
+    ('12.3 ms', '1.00 s', '3.56 min', '2.22 h', '3.47 days')
+    """
+    for unit_s, unit, upto in _UNITS:
+        if seconds < upto:
+            return f"{_digits(seconds / unit_s)} {unit}"
+    return f"{_digits(seconds / _DAY_S)} days"
+
+
+def _digits(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"  # noqa: PLR2004
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f} %"

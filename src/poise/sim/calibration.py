@@ -1,0 +1,338 @@
+"""A scenario from what a real training measured, and how well it predicts that training.
+
+Lines, reductions and loaders are those that `poise.core.fit.Fit` believes in after the whole
+record: the same estimator that policy "auto" decides by. The error is that of step times which
+were held out: whole splits, where there are several, so that the fit has seen none of the steps
+that it is asked about.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from poise.core.fit import Fit
+from poise.core.limits import Limits
+from poise.core.memory import MemoryLine
+from poise.core.observation import Change, Observation
+from poise.core.plan import Forecast
+from poise.core.split import Split
+from poise.core.timing import Floats, SpeedModel
+from poise.engine.rhythm import SELDOM
+from poise.errors import InvalidSetting
+from poise.records import Record
+from poise.sim.scenario import Noise
+
+_FOLDS = 5
+_FEWEST = 20
+"""Measured steps that a calibration needs,"""
+_OF_A_SPLIT = 5
+"""and steps of a split that can be held out."""
+_SPLITS = 3
+"""Fewer different splits are too few to hold one out."""
+_SPIKE = 2.0
+"""A time so many times as long as usual is a spike."""
+_WINDOW = 64
+"""Steps that are learned from together at most."""
+_GREAT = 0.2
+"""A change of a log time that makes what was measured before worthless."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What a record says of its cluster."""
+
+    model: SpeedModel
+    noise: Noise
+    global_batch: int
+    mode: str
+    steps: int
+    """Measured steps that it stands on."""
+    splits: int
+    """Different splits among them."""
+    error: float
+    """The mean relative error of held-out step times; NaN: nothing could be held out."""
+    held_out: int
+    """Steps that were held out."""
+    measured_s: float
+    """The mean step of the last split,"""
+    predicted_s: float
+    """and what is predicted for it."""
+    last_split: Split
+    memory: MemoryLine
+    memory_limit: Floats
+    update_s: float
+    """Seconds of an update in the server; 0 where there is none."""
+    guessed: tuple[str, ...]
+    """What the record does not show, in sentences."""
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.model.workers
+
+
+def calibrated(record: Record) -> Calibration:
+    """Return what a record says, or raise if it says too little."""
+    seen: Sequence[Observation] = _observations(record)
+    if len(seen) < _FEWEST:
+        raise InvalidSetting(
+            f"the record has {len(seen)} measured steps of its last {_workers(record)} workers; "
+            f"a calibration needs {_FEWEST}, so train for longer, with a policy that measures"
+        )
+    seen, left = _since_last_change(seen)
+    fit = _fitted(seen)
+    errors = _held_out_errors(seen)
+    last = [each for each in seen if each.split == seen[-1].split]
+    measured_s = float(np.mean([_length_s(each) for each in last]))
+    memory, limit = _memory(seen)
+    return Calibration(
+        model=fit.model(),
+        noise=_noise(seen, fit),
+        global_batch=sum(seen[-1].split),
+        mode=record.header.mode or "sync",
+        steps=len(seen),
+        splits=len({each.split for each in seen}),
+        error=float(np.mean(errors)) if errors else float("nan"),
+        held_out=len(errors),
+        measured_s=measured_s,
+        predicted_s=_predicted_s(fit, seen[-1].split),
+        last_split=seen[-1].split,
+        memory=memory,
+        memory_limit=limit,
+        update_s=_update_s(record),
+        guessed=(*left, *_guessed(seen)),
+    )
+
+
+def _workers(record: Record) -> int:
+    counts = [len(row.change.origin) for row in record.rows if row.change is not None]
+    return counts[-1] if counts else record.header.workers
+
+
+def _observations(record: Record) -> list[Observation]:
+    """Return the measured steps of the workers that were there last."""
+    seen: list[Observation] = []
+    workers = record.header.workers
+    for row in record.rows:
+        if isinstance(row.change, Change) and row.change.origin != tuple(range(workers)):
+            seen, workers = [], len(row.change.origin)
+        each = row.observation
+        if each is None or each.compiling or each.ready_s is None:
+            continue
+        if each.ready_s.shape[0] == workers and not np.isnan(each.ready_s).any():
+            seen.append(each)
+    if not seen:
+        return seen
+    assert seen[-1].ready_s is not None
+    buckets = seen[-1].ready_s.shape[1]
+    return [each for each in seen if each.ready_s is not None and each.ready_s.shape[1] == buckets]
+
+
+def _fitted(seen: Sequence[Observation]) -> Fit:
+    """Learn from steps in their order, those of one split together."""
+    assert seen[0].ready_s is not None
+    fit = Fit.start(*seen[0].ready_s.shape)
+    for start in range(0, len(seen), _WINDOW):
+        fit, _ = fit.update(*seen[start : start + _WINDOW])
+    return fit
+
+
+def _since_last_change(
+    seen: Sequence[Observation],
+) -> tuple[Sequence[Observation], list[str]]:
+    """Return the steps since a worker last became much faster or slower, and what to say of it.
+
+    Where too few follow, all of them, and what comes out is a mixture.
+    """
+    assert seen[0].ready_s is not None
+    fit = Fit.start(*seen[0].ready_s.shape)
+    begin, who = 0, ""
+    for number in range(0, len(seen), SELDOM):
+        fit, alarms = fit.update(*seen[number : number + SELDOM])
+        great = [worker for worker in alarms if abs(np.log(fit.changed_by[worker])) > _GREAT]
+        if great:
+            begin, who = number + SELDOM, _listed(np.array(great))
+    if not who:
+        return seen, []
+    if len(seen) - begin < _FEWEST:
+        return seen, [
+            f"the speed of worker {who} changed after step {seen[begin - 1].step}, and too few "
+            "steps follow: speeds are a mixture of before and after"
+        ]
+    return seen[begin:], [
+        f"the speed of worker {who} changed at about step {seen[begin].step}; only what follows "
+        "counts"
+    ]
+
+
+def _predicted_s(fit: Fit, split: Split) -> float:
+    """Return the mean step that the fit expects, scatter included."""
+    model = fit.model()
+    limits = Limits.of(model.workers, min_batch=0)
+    return Forecast(model, limits, model.step_s(split), fit.cv).step_s(split)
+
+
+def _held_out_errors(seen: Sequence[Observation]) -> list[float]:
+    """Return, for each held-out group of steps, how far off its mean step time is predicted.
+
+    Groups are the steps of one split; where there are fewer than three splits, fifths of the
+    record in their order.
+    """
+    groups = _groups(seen)
+    folds = [groups[number::_FOLDS] for number in range(min(_FOLDS, len(groups)))]
+    errors: list[float] = []
+    for fold in folds:
+        left_out = {index for group in fold for index in group}
+        rest = [each for index, each in enumerate(seen) if index not in left_out]
+        if len(rest) < _FEWEST // 2:
+            continue
+        fit = _fitted(rest)
+        for group in fold:
+            measured_s = float(np.mean([_length_s(seen[index]) for index in group]))
+            predicted_s = _predicted_s(fit, seen[group[0]].split)
+            errors.append(abs(predicted_s / measured_s - 1))
+    return errors
+
+
+def _groups(seen: Sequence[Observation]) -> list[list[int]]:
+    by_split: dict[Split, list[int]] = {}
+    for index, each in enumerate(seen):
+        by_split.setdefault(each.split, []).append(index)
+    long = [group for group in by_split.values() if len(group) >= _OF_A_SPLIT]
+    if len(long) >= _SPLITS:
+        return long
+    parts = np.array_split(np.arange(len(seen)), _FOLDS)
+    return [part.tolist() for part in parts if len(part)]
+
+
+def _length_s(observation: Observation) -> float:
+    length = observation.length_s
+    assert length is not None
+    return length
+
+
+def _noise(seen: Sequence[Observation], fit: Fit) -> Noise:
+    """Return how times scatter; what is far beyond is a spike."""
+    squares, products, count = fit.deviations.sum(axis=0)
+    correlation = float(np.clip(products / squares, 0.0, 0.95)) if squares > 0 else 0.0
+    ratios: list[Floats] = []
+    for split in {each.split for each in seen}:
+        times = [e.ready_s[:, -1] for e in seen if e.split == split and e.ready_s is not None]
+        if len(times) >= _OF_A_SPLIT:
+            table = np.array(times)
+            ratios.append((table / np.median(table, axis=0)).ravel())
+    every = np.concatenate(ratios) if ratios else np.ones(1)
+    spikes = every[every > _SPIKE]
+    cv = float(np.sqrt(squares / count)) if count > 0 else 0.0
+    if not spikes.size:
+        return Noise(cv=cv, correlation=correlation)
+    return Noise(
+        cv=cv,
+        correlation=correlation,
+        spike_chance=float(spikes.size / every.size),
+        spike=float(np.median(spikes)),
+    )
+
+
+def _memory(seen: Sequence[Observation]) -> tuple[MemoryLine, Floats]:
+    line, limit = MemoryLine.unknown(len(seen[0].split)), np.full(len(seen[0].split), np.nan)
+    for each in seen:
+        if each.memory_bytes is not None and each.memory_limit_bytes is not None:
+            line = line.update(each.split, each.memory_bytes)
+            known = ~np.isnan(each.memory_limit_bytes)
+            limit = np.where(known, each.memory_limit_bytes, limit)
+    return line, limit
+
+
+def _update_s(record: Record) -> float:
+    served = [row.served for row in record.rows if row.served is not None]
+    if not served or not sum(served[-1].updates):
+        return 0.0
+    return served[-1].busy_s / sum(served[-1].updates)
+
+
+def _guessed(seen: Sequence[Observation]) -> list[str]:
+    """Return what the record does not show."""
+    sentences = []
+    batches = np.array([each.split for each in seen])
+    same = np.flatnonzero(batches.min(axis=0) == batches.max(axis=0))
+    if same.size:
+        who = "every worker" if same.size == batches.shape[1] else f"worker {_listed(same)}"
+        sentences.append(
+            f"{who} had one local batch only, so how much of its time is fixed is a guess, which "
+            "the error does not cover"
+        )
+    if all(each.done_s is None for each in seen):
+        sentences.append("what the exchange of gradients takes was not measured, and counts as 0")
+    return sentences
+
+
+def _listed(workers: NDArray[np.intp]) -> str:
+    return ", ".join(str(int(worker)) for worker in workers[:8])
+
+
+def scenario_text(found: Calibration, source: str) -> str:
+    """Return a scenario file for `poise simulate`."""
+    lines = [
+        f"# Calibrated from {found.steps} measured steps with {found.splits} different splits.",
+        *(f"# {sentence[0].upper()}{sentence[1:]}." for sentence in found.guessed),
+        "",
+        f"title = {_text(f'calibrated from {source}')}",
+        "seed = 0",
+        "steps = 1000",
+        f"global_batch = {found.global_batch}",
+        f"mode = {_text(found.mode)}",
+        'policies = ["even", "proportional", "auto"]',
+    ]
+    if not np.isnan(found.error):
+        lines += [
+            "",
+            f"[calibration]  # from {found.held_out} groups of steps that were held out",
+            f"error = {found.error:.4f}",
+        ]
+    noise = found.noise
+    lines += ["", "[noise]", f"cv = {noise.cv:.4f}", f"correlation = {noise.correlation:.3f}"]
+    if noise.spike_chance:
+        lines += [f"spike_chance = {noise.spike_chance:.5f}", f"spike = {noise.spike:.2f}"]
+    bucket_s = found.model.bucket_s.tolist()
+    if found.mode == "sync":
+        ready = np.linspace(0, 1, len(bucket_s) + 1)[1:].tolist()
+        shown = ", ".join(f"{part:.3f}" for part in ready[:-1])
+        lines += [
+            "",
+            "[network]",
+            f"ready = [{shown}{', ' if shown else ''}1.0]  # workers have lines of their own",
+            f"bucket_s = {_numbers(bucket_s)}",
+        ]
+    else:
+        lines += ["", "[server]", f"update_s = {found.update_s:.6f}"]
+    for worker in range(found.workers):
+        lines += ["", *_worker_lines(found, worker)]
+    return "\n".join(lines) + "\n"
+
+
+def _worker_lines(found: Calibration, worker: int) -> list[str]:
+    model = found.model
+    pairs = zip(model.per_sample_s[worker].tolist(), model.fixed_s[worker].tolist(), strict=True)
+    lines = ["[[worker]]", f'name = "worker-{worker}"']
+    lines.append(f"ready_s = [{', '.join(_numbers(pair) for pair in pairs)}]")
+    if model.input_s[worker] > 0:
+        lines.append(f"input_s = {model.input_s[worker]:.6g}")
+    each, fixed = found.memory.bytes_per_sample[worker], found.memory.fixed_bytes[worker]
+    limit = found.memory_limit[worker]
+    if not np.isnan([each, fixed, limit]).any() and each > 0:
+        lines.append(f"memory_bytes = {limit:.6g}")
+        lines.append(f"fixed_bytes = {max(fixed, 0.0):.6g}")
+        lines.append(f"bytes_per_sample = {each:.6g}")
+    return lines
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{value:.6g}" for value in values) + "]"
+
+
+def _text(words: str) -> str:
+    quoted = words.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{quoted}"'
