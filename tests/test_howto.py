@@ -25,7 +25,17 @@ SHARES = (5, 2)
 PAGES = sorted(page.stem for page in HOW_TO.glob("*.md"))
 SAME = sorted(
     set(PAGES)
-    - {"streams", "plan", "policies", "records", "balance", "watch", "adaptive", "asynchronous"}
+    - {
+        "streams",
+        "plan",
+        "policies",
+        "records",
+        "balance",
+        "watch",
+        "adaptive",
+        "asynchronous",
+        "simulate",
+    }
 )
 """Pages whose training does not depend on the number of workers; some train nothing."""
 ROUNDED = {"ddp-options": 2e-2, "mixed-precision": 2e-2}

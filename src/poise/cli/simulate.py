@@ -154,12 +154,12 @@ class Findings:
     def _gain(self) -> Iterator[str]:
         """Yield how much faster the fastest is than even."""
         known = {each.policy: each for each in self.outcomes if not each.refused}
-        if "even" not in known or len(known) < 2:  # noqa: PLR2004 (two are compared)
+        even = known.pop("even", None)
+        if even is None or not known:
             return
-        best = min((each for name, each in known.items() if name != "even"), key=_measure)
-        ratio = _measure(known["even"]) / _measure(best)
-        what = "reaches the goal" if best.target_s is not None else "makes steps"
-        yield f"{best.policy} {what} {self._times(ratio)} as fast as even"
+        best = min(known.values(), key=lambda each: _seconds(each, *known.values()))
+        ratio = _seconds(even, best) / _seconds(best, even)
+        yield f"{best.policy} {_does(even, best)} {self._times(ratio)} as fast as even"
         if self.ceiling is not None and not self.scenario.changes_over_steps:
             yield (
                 "no split of the same global batch can make steps more than "
@@ -171,11 +171,11 @@ class Findings:
         for was, now in zip(self.before, self.outcomes, strict=False):
             if was.refused or now.refused:
                 continue
-            ratio = _measure(was) / _measure(now)
+            ratio = _seconds(was, now) / _seconds(now, was)
             hours = now.worker_hours / was.worker_hours
             yield (
-                f"with {self.what_if}, {now.policy} is {self._times(ratio)} as fast and takes "
-                f"{hours:.2f} times the worker-hours"
+                f"with {self.what_if}, {now.policy} {_does(was, now)} {self._times(ratio)} as "
+                f"fast, for {hours:.2f} times the worker-hours"
             )
 
     def _times(self, ratio: float) -> str:
@@ -263,7 +263,7 @@ def _show(console: Console, findings: Findings) -> None:
     if scenario.cluster.title:
         console.print(f"[bold]{escape(scenario.cluster.title)}[/]", soft_wrap=True)
     heading, *rows = findings.rows()
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, name in enumerate(heading):
         table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
     for row in rows:
@@ -278,7 +278,7 @@ def _columns(scenario: Scenario) -> list[str]:
     if not isinstance(scenario.mode, Sync):
         columns.remove("regret")
     if scenario.learning is not None and scenario.learning.target_samples is not None:
-        columns.append("goal after")
+        columns.append("to goal")
     columns += ["worker h"]
     return [*columns, "cost"] if scenario.prices else columns
 
@@ -296,7 +296,7 @@ def _cells(outcome: Outcome, columns: Sequence[str]) -> Iterator[str]:
             yield _percent(outcome.regret)
         elif column == "changes":
             yield f"{outcome.changes:,}"
-        elif column == "goal after":
+        elif column == "to goal":
             yield "-" if outcome.target_s is None else duration(outcome.target_s)
         elif column == "worker h":
             yield _digits(outcome.worker_hours)
@@ -304,9 +304,16 @@ def _cells(outcome: Outcome, columns: Sequence[str]) -> Iterator[str]:
             yield f"{outcome.money or 0.0:,.2f}"
 
 
-def _measure(outcome: Outcome) -> float:
-    """Return what a policy is judged by: the time to the goal, else its mean step."""
-    return outcome.step_s if outcome.target_s is None else outcome.target_s
+def _seconds(outcome: Outcome, *others: Outcome) -> float:
+    """Return what outcomes are compared by: the time to the goal if all reach it, else a step."""
+    if outcome.target_s is not None and all(other.target_s is not None for other in others):
+        return outcome.target_s
+    return outcome.step_s
+
+
+def _does(*outcomes: Outcome) -> str:
+    reached = all(each.target_s is not None for each in outcomes)
+    return "reaches the goal" if reached else "makes steps"
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What virtual workers truly take, which no policy is told."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -133,7 +134,7 @@ class Bent:
         """Return the largest local batches that end in time, and no slopes."""
         return self._curves.capacity(step_s)
 
-    @property
+    @cached_property
     def _computing(self) -> SpeedModel:
         model = self.model
         return SpeedModel(
@@ -144,7 +145,7 @@ class Bent:
             model.micro_batch,
         )
 
-    @property
+    @cached_property
     def _curves(self) -> Curves:
         return Curves(self.workers, lambda workers, b: self.local_s(b, workers), most=2**24)
 
