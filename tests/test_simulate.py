@@ -152,6 +152,10 @@ def refused(capsys: Capture, text: str, *options: str) -> str:
             "line 3 has a server, which knows no ring, drag or stride",
         ),
         (
+            f'{HEAD}mode = "async"\n{WORKERS}[training]\nnoise_scale = 5\nadapt = [32, 99]\n',
+            "line 15: [training] lets the global batch move, and with a server it stays",
+        ),
+        (
             f"{SCENARIO}max_batch = 9\n[failures]\nmean_steps = 50\n",
             "s.toml: workers come and go, and have different min_batch, max_batch or multiple_of",
         ),

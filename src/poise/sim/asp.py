@@ -45,9 +45,9 @@ class _Worker:
     share: Share
     version: int
     """Updates that its weights have seen."""
-    begin_s: float
     iteration_s: float
     wait_s: float
+    """For input."""
 
 
 @dataclass
@@ -56,9 +56,8 @@ class _Window:
 
     begin_s: float = 0.0
     pushed: int = 0
-    busy_s: Floats = field(default_factory=lambda: np.zeros(0))
     idle_s: Floats = field(default_factory=lambda: np.zeros(0))
-    effective: float = 0.0
+    """How long each worker waited."""
     decided: Round | None = None
 
 
@@ -86,7 +85,6 @@ class _Asynchronous:
         length = scenario.epoch_samples or 100 * scenario.global_batch
         engine = engine_of(scenario, policy)
         self._engine = AsyncEngine.begin(scenario.mode, engine, length)
-        self.first = engine
         self._queue: list[_Happens] = []
         self._known = 0
         self._clock_s = 0.0
@@ -126,8 +124,7 @@ class _Asynchronous:
         return {worker: each.mean_staleness for worker, each in tallies.items() if each.updates}
 
     def _fresh(self) -> _Window:
-        none = np.zeros(self._scenario.workers)
-        return _Window(self._clock_s, 0, none.copy(), none.copy())
+        return _Window(self._clock_s, 0, np.zeros(self._scenario.workers))
 
     def _step(self, number: int) -> Step:
         """Close the window of a global batch."""
@@ -211,7 +208,15 @@ class _Asynchronous:
             self._engine = self._engine.pushed(worker, numbers, staleness=staleness)
             factor = self._engine.factor(done.share, staleness)
             self._taught(done.share.samples, factor / done.share.part)
-        report = Report(done.share.samples, iteration_s=done.iteration_s, wait_s=done.wait_s)
+        samples = done.share.samples
+        taken, limit = self._scenario.memory_of(np.array([worker]), np.array([samples]))
+        report = Report(
+            samples,
+            iteration_s=done.iteration_s,
+            wait_s=done.wait_s,
+            memory_bytes=float(taken[0]),
+            memory_limit_bytes=float(limit[0]),
+        )
         decided, self._engine = self._engine.reported(worker, report)
         self._note(decided)
 
@@ -264,9 +269,7 @@ class _Asynchronous:
             self._engine = self._engine.waited(worker, waited_s)
             self._window.idle_s[worker] += waited_s
         iteration_s, input_s = self._iteration_s(worker, share.samples)
-        self._doing[worker] = _Worker(
-            share, self._engine.updates, self._clock_s, iteration_s, input_s
-        )
+        self._doing[worker] = _Worker(share, self._engine.updates, iteration_s, input_s)
         travels_s = self._scenario.server.exchange_s
         self._expect(self._clock_s + iteration_s + input_s + travels_s, "arrive", worker)
 

@@ -221,7 +221,7 @@ class _Synchronous:
         scenario, cluster, training = self._scenario, moment.cluster, self._training
         plan = training.timetable.at(number)
         stands_for = self._stands_for(number)
-        whole = plan.global_batch <= self._left
+        whole = plan.global_batch <= self._left or stands_for > 1
         split = plan.split if whole else plan.scaled(self._left).split
         factor = self._conditions.scatter.next()[moment.present]
         wait = self._waits(moment, split)
@@ -290,15 +290,9 @@ class _Synchronous:
             nothing = np.full_like(passage.ready_s, np.nan)
             return Observation(number, split, self._epoch, ready_s=nothing)
         more: dict[str, Any] = {}
-        workers = self._scenario.cluster.workers
-        if any(worker.bytes_per_sample for worker in workers):
-            here = [workers[worker] for worker in moment.present.tolist()]
-            at_once = np.minimum(split, self._scenario.model.micro_batch[moment.present])
-            taken = [(w.fixed_bytes, w.bytes_per_sample or np.nan) for w in here]
-            fixed, each = np.array(taken).T
-            more["memory_bytes"] = fixed + each * at_once
-            limits = [w.memory_bytes or np.nan for w in here]
-            more["memory_limit_bytes"] = np.array(limits)
+        taken, limit = self._scenario.memory_of(moment.present, np.array(split))
+        if not np.isnan(taken).all():
+            more = {"memory_bytes": taken, "memory_limit_bytes": limit}
         if self._training.engine.adapt is not None and self._lessons is not None:
             more["group_sums"], more["global_sqnorm"] = self._lessons.norms(
                 np.array(split, dtype=np.float64)

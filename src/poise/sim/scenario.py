@@ -233,6 +233,23 @@ class Scenario:
         ring = replace(self.ring, link_bytes_per_s=self.ring.link_bytes_per_s / slower)
         return Cluster(truth, ring.take(workers), self.drag)
 
+    @cached_property
+    def _memory(self) -> Floats:
+        """Workers x 3: fixed bytes, bytes per sample, and the memory there is; NaN: not known."""
+        return np.array(
+            [
+                (worker.fixed_bytes, worker.bytes_per_sample or np.nan, worker.memory_bytes)
+                for worker in self.cluster.workers
+            ],
+            dtype=np.float64,
+        )
+
+    def memory_of(self, workers: Ints, batches: Ints) -> tuple[Floats, Floats]:
+        """Return the peak that local batches take on workers, and what these have."""
+        fixed, each, limit = self._memory[workers].T
+        at_once = np.minimum(batches, self.model.micro_batch[workers])
+        return np.asarray(fixed + each * at_once), limit
+
     def policy(self, name: str) -> Policy:
         """Return a policy with the bounds that the workers declare."""
         if name == "fixed":

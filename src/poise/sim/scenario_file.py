@@ -532,6 +532,12 @@ class _Reader:
                 f"{self._toml.where(key='mode')} has a server, which knows no ring, drag or "
                 "stride; leave those out, and say what an exchange takes in [server]"
             )
+        adapts = scenario.learning is not None and scenario.learning.adapt is not None
+        if adapts and not isinstance(scenario.mode, Sync):
+            raise InvalidSetting(
+                f"{self._toml.where('training', key='adapt')} lets the global batch move, and "
+                'with a server it stays; use mode = "sync", or leave adapt out'
+            )
         if scenario.stride > 1 and scenario.changes_over_steps:
             raise InvalidSetting(
                 f"{self._toml.where('training', key='stride')} lets a step stand for several, and "
