@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -137,6 +138,7 @@ def test_a_slow_link_delays_those_behind_it_most() -> None:
     ends = Ring(np.array([4e6]), links, latency_s=0.0).done_s(0, np.zeros(4), np.zeros(4))
     assert int(ends.argmax()) == 2
     assert math.isclose(ends[2], 6 * 1e6 / 1e7, rel_tol=ROUNDING)
+    assert ends[3] > ends[1]
     assert len(set(np.round(ends, 9))) > 1
 
 
@@ -281,7 +283,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
             out = tmp_path / f"{mode}{number}"
             said = subprocess.run(
                 [sys.executable, "-c", program, str(file), str(out)],
-                env={"PYTHONHASHSEED": str(number)},
+                env={**os.environ, "PYTHONHASHSEED": str(number)},
                 capture_output=True,
                 check=True,
             ).stdout
@@ -370,6 +372,22 @@ def test_workers_come_and_go_and_what_that_costs_is_lost() -> None:
     assert lost == {10: 7.0, 30: 7.0 + steps[29].lasts_s, 50: 7.0}
     again = steps[51].split  # known by its kind, not learned anew
     assert abs(again[0] - again[1]) <= 1
+
+
+def test_a_worker_that_comes_back_is_not_held_to_the_loader_of_another_of_its_kind() -> None:
+    made = scenario(
+        worker=[{"name": "node", "count": 4, "input_s": 0.001, **LINE}],
+        global_batch=160,
+        steps=300,
+        event=[
+            {"at_step": 40, "worker": "node-0", "slower_loader": 4.0},
+            {"at_step": 100, "worker": "node-2", "fails": True},
+            {"at_step": 110, "worker": "node-2", "joins": True},
+        ],
+    )
+    last = run(made)[-1]
+    assert last.split[2] > 1.5 * last.split[0]
+    assert last.clean_s < 1.05 * last.best_s
 
 
 def test_random_failures_are_as_rare_as_they_say_and_end() -> None:
@@ -546,6 +564,7 @@ def test_asynchronous_workers_join_leave_and_fail() -> None:
     )
     steps = run(made)
     assert len(steps) == 120
+    assert all(96 <= step.samples < 2 * 96 for step in steps)
     counts = [len(step.workers) for step in steps]
     assert counts[10] == 3
     assert counts[40] == 2

@@ -144,6 +144,10 @@ def refused(capsys: Capture, text: str, *options: str) -> str:
             "line 14: [training]: global_batch=64, for which .* start inside of it",
         ),
         (
+            f"{SCENARIO}[training]\nepoch_samples = 63\n",
+            "line 13: [training] has epoch_samples=63; give at least global_batch=64 samples",
+        ),
+        (
             f"{SCENARIO}[training]\nstride = 5\n[drift]\nper_step = 0.1\n",
             "line 13: [training] lets a step stand for several, and events, drift",
         ),

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from poise.cli.durations import duration, three_digits
 from poise.core.split import even_split
 from poise.engine.modes import Sync
 from poise.errors import InvalidSetting
@@ -28,14 +29,6 @@ from poise.toml_file import nearest, read_toml
 
 _SURE = 2.0
 """Standard errors of an interval that is shown."""
-_DAY_S = 86_400.0
-_UNITS = (
-    (1e-3, "ms", 1.0),
-    (1.0, "s", 120.0),
-    (60.0, "min", 7200.0),
-    (3600.0, "h", 2 * _DAY_S),
-)
-"""Seconds of a unit, its name, and the time up to which it is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +292,7 @@ def _cells(outcome: Outcome, columns: Sequence[str]) -> Iterator[str]:
         elif column == "to goal":
             yield "-" if outcome.target_s is None else duration(outcome.target_s)
         elif column == "worker h":
-            yield _digits(outcome.worker_hours)
+            yield three_digits(outcome.worker_hours)
         else:
             yield f"{outcome.money or 0.0:,.2f}"
 
@@ -338,22 +331,6 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
         "cost": finite(outcome.money),
         "last_split": list(outcome.last_split),
     }
-
-
-def duration(seconds: float) -> str:
-    """Return a time for people, with three digits.
-
-    >>> duration(0.0123), duration(1.0), duration(213.4), duration(8000.0), duration(3e5)
-    ('12.3 ms', '1.00 s', '3.56 min', '2.22 h', '3.47 days')
-    """
-    for unit_s, unit, upto in _UNITS:
-        if seconds < upto:
-            return f"{_digits(seconds / unit_s)} {unit}"
-    return f"{_digits(seconds / _DAY_S)} days"
-
-
-def _digits(value: float) -> str:
-    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"  # noqa: PLR2004
 
 
 def _percent(part: float) -> str:

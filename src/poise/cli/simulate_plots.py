@@ -8,8 +8,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from poise.cli.durations import duration
+from poise.cli.plot_text import (
+    QUIET,
+    Entry,
+    Label,
+    counted,
+    head,
+    label_above,
+    legend_below,
+    legend_beside,
+    name_of,
+    noted,
+    thousands,
+    tidy,
+)
 from poise.cli.requirements import require
-from poise.cli.simulate import duration
 from poise.core.timing import Floats
 from poise.engine.modes import Sync
 from poise.errors import InvalidSetting
@@ -18,14 +32,10 @@ from poise.sim.outcome import Outcome, Point
 from poise.sim.scenario import Event, Scenario
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 Subject = Literal["throughput", "progress", "timeline", "batches"]
-Entry = tuple[str, "Artist"]
-"""A name in a legend, and what it names."""
 MOST_ROWS = 24
 """Workers of a timeline."""
 MOST_LINES = 12
@@ -45,31 +55,27 @@ _CALM = (
     *("#1b6ca8", "#c9803a", "#3a7d44", "#8d5a97", "#b8483f", "#3f9c9c"),
     *("#8a7a3b", "#5f6caf", "#c76d8e", "#6b8e23", "#7a5c48", "#4f7f8f"),
 )
-_QUIET, _FAINT = "#555555", "#9a9a9a"
-_INPUT, _COMPUTING, _WAITING, _REDUCING, _AWAY = (
-    *("waiting for input", "computing", "waiting for others", "reducing gradients"),
+_FAINT = "#9a9a9a"
+_INPUT, _COMPUTING, _WAITING, _WAITING_FOR_ANY, _REDUCING, _AWAY = (
+    *("waiting for input", "computing", "waiting for others", "waiting", "reducing gradients"),
     "not there",
 )
 _ACTIVITIES = {
     _INPUT: "#e3b04b",
     _COMPUTING: "#3b78a8",
     _WAITING: "#f0cfc4",
+    _WAITING_FOR_ANY: "#f0cfc4",
     _REDUCING: "#62a06f",
     _AWAY: "#ededed",
 }
-_HALF_WINDOW = 2
-"""Points on each side of a running median."""
+_HALF_WINDOW, _ASYNC_HALF_WINDOW = 4, 12
+"""Points on each side of a running median, and of a running mean."""
 _MOST_SHADES = 4
 """Workers of a kind that shades of one color can tell apart."""
 _MOST_MARKED = 12
 """Events that are marked on curves."""
-_EVENT_ROWS = 3
+_EVENT_ROWS = 4
 """Rows of labels above a picture; an event that finds no room has a line and no label."""
-_MIDDLE = 0.5
-_LINE_PT = 12.0
-"""Points from a row of labels to the next."""
-_CHARACTER_IN = 0.063
-"""Inches of a character of a label, on average."""
 _BESIDE_LEGEND_IN, _ALONE_IN = 6.6, 7.9
 """Inches of axes, about."""
 _CLOCKS = ((1.0, "seconds", 120.0), (60.0, "minutes", 7200.0), (3600.0, "hours", np.inf))
@@ -134,51 +140,53 @@ def timeline(scenario: Scenario, outcome: Outcome) -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    steps = outcome.timeline
+    steps, everyone = outcome.timeline, _everyone(outcome.timeline)
     workers = _rows(scenario, steps)
-    figure = Figure(figsize=(8.8, 2.0 + 0.27 * len(workers)), layout="constrained")
+    row_in = 0.27 if len(workers) <= MOST_LINES else 0.22
+    figure = Figure(figsize=(8.8, 2.0 + row_in * len(workers)), layout="constrained")
     axes = figure.add_subplot()
     begins_ms = 1e3 * np.cumsum([0.0, *(step.lasts_s for step in steps)])
     used = _draw_bars(axes, scenario, steps, workers, begins_ms)
     axes.vlines(begins_ms[1:-1], -0.5, len(workers) - 0.5, color=_FAINT, linewidth=0.7, zorder=0.5)
     axes.set_xlim(0, begins_ms[-1])
-    axes.set_ylim(len(workers) - 0.5, -0.5)
-    axes.set_yticks(range(len(workers)), [_short(scenario.names[each]) for each in workers])
-    for label in axes.get_yticklabels():
-        label.set_parse_math(False)
-    axes.tick_params(axis="y", length=0)
-    _thousands(axes.xaxis)
-    axes.set_xlabel(f"milliseconds from the begin of step {steps[0].number:,}")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel(f"milliseconds from the begin of {_unit(scenario)} {steps[0].number:,}")
+    thousands(axes.xaxis)
+    _name_rows(axes, [name_of(scenario.names[each]) for each in workers])
     _write_batches(axes, steps, workers)
-    _head(axes, _timeline_title(outcome, scenario, workers), _timeline_note(scenario, steps), 1)
-    _legend_below(figure, [(name, _ACTIVITIES[name]) for name in _ACTIVITIES if name in used])
+    title = f"{outcome.policy}: the last {counted(len(steps), _unit(scenario))}"
+    facts = timeline_facts(scenario, steps)
+    notes = [facts[0].upper() + facts[1:]]
+    if len(workers) < len(everyone):
+        title += f", {len(workers)} of {len(everyone):,} workers"
+        notes.append("slow and fast ones of each kind")
+    lost_s = sum(step.lost_s for step in steps[1:])
+    if lost_s:
+        notes.append(f"{duration(lost_s)} lost between steps are cut out")
+    head(axes, title, noted(*notes), 1)
+    legend_below(figure, [(name, _ACTIVITIES[name]) for name in _ACTIVITIES if name in used])
     return figure
 
 
 def batches(scenario: Scenario, outcome: Outcome) -> "Figure":
-    """Draw local batches over steps: a line per worker, or of many the mean and range per kind.
-
-    The smaller last steps of epochs are left out.
-    """
+    """Draw local batches over steps: a line per worker, or of many the mean and range per kind."""
     from matplotlib.figure import Figure
 
-    course = whole_steps(outcome.course)
+    course = outcome.course
     figure = Figure(figsize=(8.8, 4.4), layout="constrained")
     axes = figure.add_subplot()
     if scenario.workers <= MOST_LINES:
-        lines, note = _draw_workers(axes, scenario, course), ""
+        lines, how = _draw_workers(axes, scenario, course), ""
     else:
-        lines, note = _draw_kinds(axes, scenario, course)
-    axes.set_xlim(course[0].step, max(course[-1].step, course[0].step + 1))
+        lines, how = _draw_kinds(axes, scenario, course)
+    axes.set_xlim(course[0].step, course[-1].step + 1)
     axes.set_ylim(0, 1.06 * max(1, *(max(point.split) for point in course)))
     rows = _mark_events(axes, scenario, course)
     strided = f"simulated step (one stands for up to {scenario.stride:,})"
     axes.set_xlabel("step" if scenario.stride == 1 else strided)
     axes.set_ylabel("local batch (samples)")
-    _tidy(axes)
-    _head(axes, f"{outcome.policy}: local batches", _note(scenario, note), rows)
-    _legend_beside(axes, lines)
+    tidy(axes)
+    head(axes, f"{outcome.policy}: local batches", noted(scenario.cluster.title, how), rows)
+    legend_beside(axes, lines)
     return figure
 
 
@@ -193,18 +201,17 @@ def throughput(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure":
     entries = list(_draw_ideal(axes, scenario, shown, unit_s))
     for each in shown:
         entries.append(_draw_rates(axes, scenario, each, unit_s))
-    if scenario.events and len(scenario.events) <= _MOST_MARKED:
-        marks = axes.plot([], [], "o", **_mark(_QUIET))
+    if _marks_events(scenario):
+        marks = axes.plot([], [], "o", **_mark(QUIET))
         entries.append(("event of the scenario", marks[0]))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"virtual time ({unit})")
     axes.set_ylabel("samples per second")
-    _tidy(axes)
-    points = max((2 * _half_window(len(each.course)) + 1 for each in shown), default=1)
-    smoothed = f"running median of {points} points" if points > 1 else ""
-    _head(axes, "Throughput", _note(scenario, smoothed), 0)
-    _legend_beside(axes, entries)
+    tidy(axes)
+    lost = "time lost between steps is left out" if any(each.lost_s for each in shown) else ""
+    head(axes, "Throughput", noted(scenario.cluster.title, _smoothing(scenario, shown), lost), 0)
+    legend_beside(axes, entries)
     return figure
 
 
@@ -223,13 +230,25 @@ def progress(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure | None"
     axes.set_xlim(0, 1.01 * longest_s / unit_s)
     axes.set_ylim(0, 100)
     labels = [_draw_progress(axes, each, goal, unit_s) for each in shown]
-    rows = _label_above(axes, labels, most=len(labels), width_in=_ALONE_IN)
+    rows = label_above(axes, labels, most=len(labels), width_in=_ALONE_IN)
     axes.set_xlabel(f"virtual time ({unit})")
     axes.set_ylabel("part of the goal (%)")
-    _tidy(axes)
+    tidy(axes)
     what = f"goal: {goal:,.0f} samples, each counted by what it teaches"
-    _head(axes, "Progress to the goal", _note(scenario, what), rows)
+    head(axes, "Progress to the goal", noted(scenario.cluster.title, what), rows)
     return figure
+
+
+def timeline_facts(scenario: Scenario, steps: Sequence[Step]) -> str:
+    """Return how long steps last, and how much of that workers wait."""
+    lasts_s = sum(step.lasts_s for step in steps)
+    waits_s = sum(float(step.idle_s.mean()) for step in steps)
+    whom = " for others" if isinstance(scenario.mode, Sync) else ""
+    part = 100 * waits_s / lasts_s
+    return (
+        f"a {_unit(scenario)} takes {duration(lasts_s / len(steps))}, and workers wait{whom} "
+        f"{part:.0f} % of the time"
+    )
 
 
 def _written(picture: Picture, directory: Path) -> Path:
@@ -248,7 +267,7 @@ def _shown(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 def _rows(scenario: Scenario, steps: Sequence[Step]) -> list[int]:
     """Return the workers to show: of too many, some of each kind, from slowest to fastest."""
-    everyone = sorted({worker for step in steps for worker in step.workers.tolist()})
+    everyone = _everyone(steps)
     if len(everyone) <= MOST_ROWS:
         return everyone
     waited_s = np.zeros(scenario.workers)
@@ -264,6 +283,10 @@ def _rows(scenario: Scenario, steps: Sequence[Step]) -> list[int]:
         for kind, count in zip(kinds, seats, strict=True)
         for worker in _spread(by_kind[kind], count)
     )
+
+
+def _everyone(steps: Sequence[Step]) -> list[int]:
+    return sorted({worker for step in steps for worker in step.workers.tolist()})
 
 
 def _seats(sizes: Sequence[int], seats: int) -> list[int]:
@@ -316,7 +339,7 @@ def _phases(scenario: Scenario, step: Step) -> list[tuple[str, Floats, Floats]]:
     if not isinstance(scenario.mode, Sync):
         return [
             (_COMPUTING, np.zeros_like(ended_s), ended_s),
-            (_WAITING, ended_s, step.lasts_s - ended_s),
+            (_WAITING_FOR_ANY, ended_s, step.lasts_s - ended_s),
         ]
     return [
         (_INPUT, np.zeros_like(ended_s), step.input_s),
@@ -326,72 +349,44 @@ def _phases(scenario: Scenario, step: Step) -> list[tuple[str, Floats, Floats]]:
     ]
 
 
+def _name_rows(axes: "Axes", names: Sequence[str]) -> None:
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), names)
+    for label in axes.get_yticklabels():
+        label.set_parse_math(False)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
 def _write_batches(axes: "Axes", steps: Sequence[Step], workers: Sequence[int]) -> None:
-    """Write the last local batch of each worker at the end of its row."""
+    """Write each worker's local batch at the end of its row: that of the last whole step."""
     last = {
         worker: batch
-        for step in steps
+        for step in sorted(steps, key=lambda each: each.whole)
         for worker, batch in zip(step.workers.tolist(), step.split, strict=True)
     }
-    style: dict[str, Any] = {"fontsize": 8.5, "color": _QUIET, "annotation_clip": False}
+    style: dict[str, Any] = {"fontsize": 8.5, "color": QUIET, "annotation_clip": False}
     style |= {"textcoords": "offset points"}
     rows = axes.get_yaxis_transform()
     for row, worker in enumerate(workers):
         text, at = f"{last[worker]:,}", (1.0, row)
-        axes.annotate(text, at, xycoords=rows, xytext=(58, 0), ha="right", va="center", **style)
-    axes.annotate(
-        "local batch", (1.0, 1.0), xycoords="axes fraction", xytext=(58, 4), ha="right", **style
-    )
+        axes.annotate(text, at, xycoords=rows, xytext=(34, 0), ha="right", va="center", **style)
+    axes.annotate("local batch", (1.0, 1.0), xycoords="axes fraction", xytext=(6, 4), **style)
 
 
-def _timeline_title(outcome: Outcome, scenario: Scenario, workers: Sequence[int]) -> str:
-    steps = len(outcome.timeline)
-    unit = "step" if isinstance(scenario.mode, Sync) else "global batch"
-    title = f"{outcome.policy}: the last {counted(steps, unit)}"
-    everyone = len({worker for step in outcome.timeline for worker in step.workers.tolist()})
-    if len(workers) == everyone:
-        return title
-    return f"{title}, {len(workers)} of {everyone:,} workers (slow and fast ones of each kind)"
-
-
-def _timeline_note(scenario: Scenario, steps: Sequence[Step]) -> str:
-    return _note(scenario, timeline_facts(scenario, steps))
-
-
-def timeline_facts(scenario: Scenario, steps: Sequence[Step]) -> str:
-    """Return how long steps last, and how much of that workers wait."""
-    lasts_s = sum(step.lasts_s for step in steps)
-    if isinstance(scenario.mode, Sync):
-        waits_s, whom = sum(float(step.idle_s.mean()) for step in steps), " for others"
-    else:
-        waits_s = sum(float((step.lasts_s - step.computed_s).mean()) for step in steps)
-        whom = ""
-    lost_s = sum(step.lost_s for step in steps[1:])
-    cut = f"; {duration(lost_s)} lost between them are cut out" if lost_s else ""
-    each = duration(lasts_s / len(steps))
-    return f"{each} each, {100 * waits_s / lasts_s:.0f} % of which workers wait{whom}{cut}"
-
-
-def whole_steps(course: Sequence[Point]) -> list[Point]:
-    """Leave out steps with fewer samples than those before and after: the ends of epochs."""
-    samples = [sum(point.split) for point in course]
-    after = [*samples[1:], np.inf]
-    before = [0, *samples[:-1]]
-    return [
-        point
-        for point, own, last, following in zip(course, samples, before, after, strict=True)
-        if own >= min(last, following)
-    ]
+def _unit(scenario: Scenario) -> str:
+    """Return what a bar of a timeline stands for."""
+    return "step" if isinstance(scenario.mode, Sync) else "global batch"
 
 
 def _draw_workers(axes: "Axes", scenario: Scenario, course: Sequence[Point]) -> list[Entry]:
     """Draw a line per worker; lines that are the same all along share it in dashes."""
     from matplotlib.lines import Line2D
 
-    table = np.full((scenario.workers, len(course)), np.nan)
-    for column, point in enumerate(course):
+    table = np.full((scenario.workers, len(course) + 1), np.nan)
+    for column, point in enumerate([*course, course[-1]]):
         table[point.workers, column] = point.split
-    steps = [point.step for point in course]
+    steps = _edges(course)
     alike: dict[bytes, list[int]] = {}
     for worker in range(scenario.workers):
         alike.setdefault(table[worker].tobytes(), []).append(worker)
@@ -405,9 +400,14 @@ def _draw_workers(axes: "Axes", scenario: Scenario, course: Sequence[Point]) -> 
                 line.set_linestyle((4 * turn, (4, 4 * (len(workers) - 1))))
     order = np.argsort(-np.nan_to_num(table[:, -1]), kind="stable").tolist()
     return [
-        (scenario.names[worker], Line2D([], [], color=colors[worker], linewidth=2.2))
+        (name_of(scenario.names[worker]), Line2D([], [], color=colors[worker], linewidth=2.2))
         for worker in order
     ]
+
+
+def _edges(course: Sequence[Point]) -> list[int]:
+    """Return where steps begin, and where the last one ends."""
+    return [*(point.step for point in course), course[-1].step + 1]
 
 
 def _worker_colors(scenario: Scenario) -> list[str]:
@@ -419,7 +419,7 @@ def _worker_colors(scenario: Scenario) -> list[str]:
         return list(_CALM[: scenario.workers])
     colors = []
     for kind, color in zip(kinds, _CALM, strict=False):
-        for shade in np.linspace(0.0, 0.6, max(2, kind.count))[: kind.count]:
+        for shade in np.linspace(0.0, 0.5, max(2, kind.count))[: kind.count]:
             base = np.array(to_rgb(color))
             lighter = base + (1 - base) * shade
             colors.append(to_hex((lighter[0], lighter[1], lighter[2])))
@@ -430,30 +430,36 @@ def _draw_kinds(
     axes: "Axes", scenario: Scenario, course: Sequence[Point]
 ) -> tuple[list[Entry], str]:
     """Draw the mean and range of each kind; return the lines by name, and how to read them."""
-    steps = [point.step for point in course]
-    kinds = chosen_kinds(scenario, MOST_LINES)
+    steps = _edges(course)
+    kinds = _chosen_kinds(scenario, MOST_LINES)
     lines: list[tuple[float, Entry]] = []
     for kind, color in zip(kinds, _CALM, strict=False):
-        found = [of_kind(scenario, point, kind) for point in course]
+        found = [_of_kind(scenario, point, kind) for point in (*course, course[-1])]
         low, mean, high = np.array([(each.min(), each.mean(), each.max()) for each in found]).T
         axes.fill_between(steps, low, high, step="post", color=color, alpha=0.2, linewidth=0)
         (line,) = axes.plot(steps, mean, drawstyle="steps-post", color=color, linewidth=1.8)
         declared = scenario.cluster.kinds[kind]
-        name = _short(declared.name) + (f" ({declared.count:,})" if declared.count > 1 else "")
+        name = name_of(declared.name) + (f" ({declared.count:,})" if declared.count > 1 else "")
         lines.append((float(np.nan_to_num(mean[-1])), (name, line)))
     lines.sort(key=lambda each: -each[0])
-    every = len(scenario.cluster.kinds)
-    some = "" if len(kinds) == every else f"{len(kinds)} of {every:,} kinds; "
-    note = f"{some}mean of each kind, and band from lowest to highest"
-    return [entry for _, entry in lines], note
+    return [entry for _, entry in lines], _how_to_read(scenario, kinds)
 
 
-def chosen_kinds(scenario: Scenario, most: int) -> list[int]:
+def _how_to_read(scenario: Scenario, shown: Sequence[int]) -> str:
+    """Return what lines and bands are."""
+    kinds = scenario.cluster.kinds
+    alone = len(kinds) == scenario.workers
+    some = f"{len(shown)} of {len(kinds):,} {'workers' if alone else 'kinds'}"
+    notes = [some] if len(shown) < len(kinds) else []
+    return "; ".join(notes if alone else [*notes, "mean and range of each kind"])
+
+
+def _chosen_kinds(scenario: Scenario, most: int) -> list[int]:
     """Return the numbers of the kinds to show."""
     return _spread(range(len(scenario.cluster.kinds)), most)
 
 
-def of_kind(scenario: Scenario, point: Point, kind: int) -> Floats:
+def _of_kind(scenario: Scenario, point: Point, kind: int) -> Floats:
     """Return the local batches of a kind's workers; one NaN if none is there."""
     found = np.array(point.split, dtype=np.float64)[scenario.kind_of[point.workers] == kind]
     return found if found.size else np.array([np.nan])
@@ -468,12 +474,17 @@ def _mark_events(axes: "Axes", scenario: Scenario, course: Sequence[Point]) -> i
             continue
         step = course[place].step if event.at_step is None else event.at_step
         axes.axvline(step, color=_FAINT, linewidth=0.9, zorder=0.5)
-        labels.append(_Label(step, _event_in_words(scenario, event), _QUIET))
-    return _label_above(axes, labels, most=_EVENT_ROWS, width_in=_BESIDE_LEGEND_IN)
+        labels.append(Label(step, _event_in_words(scenario, event), QUIET))
+    return label_above(axes, labels, most=_EVENT_ROWS, width_in=_BESIDE_LEGEND_IN)
 
 
 def _places(scenario: Scenario, course: Sequence[Point]) -> list[int]:
-    """Return the points of a course at which events are first felt."""
+    """Return the points of a course at which events are first felt.
+
+    None of an asynchronous one, in which workers are at different steps.
+    """
+    if not isinstance(scenario.mode, Sync):
+        return []
     places = (_place(course, event) for event in scenario.events)
     return [place for place in places if place is not None]
 
@@ -502,12 +513,12 @@ def _event_in_words(scenario: Scenario, event: Event) -> str:
 
 def _whom(scenario: Scenario, event: Event) -> str:
     if len(event.workers) == 1:
-        return _short(scenario.names[event.workers[0]])
+        return name_of(scenario.names[event.workers[0]])
     if len(event.workers) == scenario.workers:
         return "all workers"
     for kind in scenario.cluster.kinds:
         if tuple(kind.workers) == event.workers:
-            return f"all {_short(kind.name)}"
+            return f"all {name_of(kind.name)}"
     return f"{len(event.workers):,} workers"
 
 
@@ -515,11 +526,16 @@ def _draw_rates(axes: "Axes", scenario: Scenario, outcome: Outcome, unit_s: floa
     color = _color(outcome.policy)
     times = np.array([point.end_s for point in outcome.course]) / unit_s
     places = _places(scenario, outcome.course)
-    rates = _smooth(np.array([point.samples_per_s for point in outcome.course]), places)
-    (line,) = axes.plot(times, rates, color=color, **_stroke(outcome.policy))
-    if len(scenario.events) <= _MOST_MARKED:
+    rates = np.array([point.samples_per_s for point in outcome.course])
+    rates = _smooth(scenario, outcome.course, rates)
+    (line,) = axes.plot(*_held(times, rates), color=color, **_stroke(outcome.policy))
+    if _marks_events(scenario):
         axes.plot(times[places], rates[places], "o", **_mark(color))
     return outcome.policy, line
+
+
+def _marks_events(scenario: Scenario) -> bool:
+    return isinstance(scenario.mode, Sync) and 0 < len(scenario.events) <= _MOST_MARKED
 
 
 def _draw_ideal(
@@ -531,41 +547,61 @@ def _draw_ideal(
         if known:
             times = np.array([point.end_s for point in known]) / unit_s
             ideals = np.array([point.ideal_samples_per_s for point in known])
-            rates = _smooth(ideals, _places(scenario, known))
-            (line,) = axes.plot(times, rates, color=_QUIET, linestyle=(0, (4, 2)), linewidth=1.5)
+            held = _held(times, _smooth(scenario, known, ideals))
+            (line,) = axes.plot(*held, color=QUIET, linestyle=(0, (4, 2)), zorder=3.5)
             yield f"best split (clock of {each.policy})", line
             return
 
 
-def _draw_progress(axes: "Axes", outcome: Outcome, goal: float, unit_s: float) -> "_Label":
+def _draw_progress(axes: "Axes", outcome: Outcome, goal: float, unit_s: float) -> "Label":
     """Draw a curve and its end; return the label of that."""
     color = _color(outcome.policy)
-    times = [0.0, *(point.end_s / unit_s for point in outcome.course)]
-    parts = [0.0, *(100 * point.effective_samples / goal for point in outcome.course)]
+    course = [(point.end_s, point.effective_samples) for point in outcome.course]
+    end = (outcome.clock_s, outcome.timeline[-1].effective_samples)
+    rows = np.array([(0.0, 0.0), *course, end]) / (unit_s, goal / 100)
+    times, parts = rows[:, 0], np.minimum(rows[:, 1], 100.0)
     axes.plot(times, parts, color=color, **_stroke(outcome.policy))
     axes.plot(times[-1], parts[-1], "o", clip_on=False, **_mark(color))
     if outcome.target_s is not None:
-        return _Label(times[-1], f"{outcome.policy} {duration(outcome.target_s)}", color)
+        return Label(times[-1], f"{outcome.policy} {duration(outcome.target_s)}", color)
     axes.vlines(times[-1], parts[-1], 100, color=color, linewidth=0.7, linestyle=":")
     text = f"{outcome.policy} {parts[-1]:.0f} % after {duration(outcome.clock_s)}"
-    return _Label(times[-1], text, color)
+    return Label(times[-1], text, color)
 
 
-def _smooth(values: Floats, breaks: Sequence[int] = ()) -> Floats:
-    """Return the running median of each part; at its ends, of the points that there are."""
-    half = _half_window(len(values))
-    parts = np.split(values, sorted(set(breaks)))
-    return np.array(
-        [
-            np.median(part[max(0, place - half) : place + half + 1])
-            for part in parts
-            for place in range(len(part))
-        ]
-    )
+def _smooth(scenario: Scenario, course: Sequence[Point], rates: Floats) -> Floats:
+    """Return running medians between events, or the running mean of an asynchronous training.
+
+    There, samples come in bursts; their mean rate is the harmonic mean over global batches.
+    """
+    half = _half_window(scenario, len(rates))
+    if not isinstance(scenario.mode, Sync):
+        return 1 / np.array([window.mean() for window in _windows(1 / rates, half)])
+    parts = np.split(rates, sorted(set(_places(scenario, course))))
+    return np.array([np.median(window) for part in parts for window in _windows(part, half)])
 
 
-def _half_window(points: int) -> int:
-    return min(_HALF_WINDOW, points // 20)
+def _windows(values: Floats, half: int) -> Iterator[Floats]:
+    """Yield each value's neighborhood; at the ends, what there is of it."""
+    for place in range(len(values)):
+        yield values[max(0, place - half) : place + half + 1]
+
+
+def _held(ends: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Return a line on which each value holds from the end before to its own."""
+    return np.repeat(np.concatenate(([0.0], ends)), 2)[1:-1], np.repeat(values, 2)
+
+
+def _half_window(scenario: Scenario, points: int) -> int:
+    most = _HALF_WINDOW if isinstance(scenario.mode, Sync) else _ASYNC_HALF_WINDOW
+    return min(most, points // 20)
+
+
+def _smoothing(scenario: Scenario, shown: Sequence[Outcome]) -> str:
+    """Return what was done to the curves."""
+    half = max((_half_window(scenario, len(each.course)) for each in shown), default=0)
+    what = "median" if isinstance(scenario.mode, Sync) else "mean"
+    return f"running {what} of {2 * half + 1} points" if half else ""
 
 
 def _clock(shown: Sequence[Outcome]) -> tuple[float, str]:
@@ -581,7 +617,7 @@ def _color(policy: str) -> str:
 def _stroke(policy: str) -> dict[str, Any]:
     """Return how a policy's curve is drawn: ours on top."""
     ours = policy == "auto"
-    return {"linewidth": 2.2 if ours else 1.6, "zorder": 3.0 if ours else 2.0}
+    return {"linewidth": 2.0 if ours else 1.4, "zorder": 3.0 if ours else 2.0}
 
 
 def _mark(color: str) -> dict[str, Any]:
@@ -592,166 +628,3 @@ def _mark(color: str) -> dict[str, Any]:
         "markeredgewidth": 0.8,
         "zorder": 4.0,
     }
-
-
-@dataclass(frozen=True)
-class _Label:
-    """A text above a picture, which belongs to a place on its horizontal axis."""
-
-    x: float
-    text: str
-    color: str
-
-
-def _label_above(axes: "Axes", labels: Sequence[_Label], *, most: int, width_in: float) -> int:
-    """Write labels in rows so that none covers another; return how many rows it takes.
-
-    Texts go to the right of their places in the left half, and to the left in the right half.
-    A label that needs more than the most rows is left out. A thin line leads from each to its
-    place, behind those below.
-    """
-    low, high = axes.get_xlim()
-    inner = [(each, (each.x - low) / (high - low)) for each in labels]
-    left = sorted(((e, at) for e, at in inner if at <= _MIDDLE), key=lambda pair: -pair[1])
-    right = sorted(((e, at) for e, at in inner if at > _MIDDLE), key=lambda pair: pair[1])
-    taken: list[list[tuple[float, float]]] = []
-    written: list[tuple[int, bool, _Label]] = []
-    for label, at in (*left, *right):
-        width = _CHARACTER_IN * (len(label.text) + 2) / width_in
-        span = (at, at + width) if at <= _MIDDLE else (at - width, at)
-        row = _free_row(taken, span)
-        if row < most:
-            written.append((row, at <= _MIDDLE, label))
-    for row, rightwards, label in sorted(written, key=lambda each: -each[0]):
-        _write_label(axes, label, row, rightwards=rightwards)
-    return len(taken[:most])
-
-
-def _free_row(taken: list[list[tuple[float, float]]], span: tuple[float, float]) -> int:
-    """Return the lowest row with room for a span, which takes it.
-
-    >>> rows = [[(0.0, 0.5)]]
-    >>> _free_row(rows, (0.6, 0.9)), _free_row(rows, (0.4, 0.7))
-    (0, 1)
-    """
-    for row, spans in enumerate(taken):
-        if all(span[1] <= begin or span[0] >= end for begin, end in spans):
-            spans.append(span)
-            return row
-    taken.append([span])
-    return len(taken) - 1
-
-
-def _write_label(axes: "Axes", label: _Label, row: int, *, rightwards: bool) -> None:
-    text = axes.annotate(
-        label.text,
-        (label.x, 1.0),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(-3 if rightwards else 3, 5 + _LINE_PT * row),
-        textcoords="offset points",
-        ha="left" if rightwards else "right",
-        va="bottom",
-        fontsize=8.5,
-        color=label.color,
-        annotation_clip=False,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-    )
-    text.set_parse_math(False)
-    axes.annotate(
-        "",
-        (label.x, 1.0),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(0, 5 + _LINE_PT * row),
-        textcoords="offset points",
-        annotation_clip=False,
-        arrowprops={
-            "arrowstyle": "-",
-            "color": label.color,
-            "linewidth": 0.7,
-            "shrinkA": 0,
-            "shrinkB": 0,
-        },
-    )
-
-
-def _head(axes: "Axes", title: str, note: str, rows: int) -> None:
-    """Write a title and what to know, above so many rows of labels."""
-    above = 7 + _LINE_PT * rows
-    text = axes.annotate(
-        note,
-        (0.0, 1.0),
-        xycoords="axes fraction",
-        xytext=(0, above),
-        textcoords="offset points",
-        va="bottom",
-        fontsize=8.5,
-        color=_QUIET,
-        annotation_clip=False,
-    )
-    text.set_parse_math(False)
-    pad = above + (_LINE_PT + 3 if note else 0)
-    axes.set_title(title, fontsize=11, loc="left", pad=pad, fontweight="bold", parse_math=False)
-
-
-def _note(scenario: Scenario, more: str) -> str:
-    title = _short(scenario.cluster.title, 110 - len(more))
-    return " · ".join(text for text in (title, more) if text)
-
-
-def _tidy(axes: "Axes") -> None:
-    _thousands(axes.xaxis)
-    _thousands(axes.yaxis)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _thousands(axis: "Axis") -> None:
-    axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-
-
-def _legend_beside(axes: "Axes", entries: Sequence[Entry]) -> None:
-    """Write a legend at the right, whatever characters the names are made of."""
-    legend = axes.legend(
-        [handle for _, handle in entries],
-        ["name"] * len(entries),
-        loc="upper left",
-        bbox_to_anchor=(1.02, 1.0),
-        borderaxespad=0.0,
-        fontsize=9,
-        frameon=False,
-    )
-    for text, (name, _) in zip(legend.get_texts(), entries, strict=True):
-        text.set_parse_math(False)
-        text.set_text(_short(name))
-
-
-def _legend_below(figure: "Figure", entries: Sequence[tuple[str, str]]) -> None:
-    from matplotlib.patches import Patch
-
-    figure.legend(
-        handles=[Patch(facecolor=color, label=name) for name, color in entries],
-        loc="outside lower center",
-        ncols=len(entries),
-        fontsize=9,
-        frameon=False,
-        handlelength=1.2,
-    )
-
-
-def _short(text: str, most: int = 28) -> str:
-    """Return a text on one line, cut where it is too long.
-
-    >>> _short("a  b"), _short("abcdef", 4)
-    ('a b', 'abc…')
-    """
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
-
-
-def counted(count: int, what: str) -> str:
-    """Return a count with its noun.
-
-    >>> counted(1, "step"), counted(12, "global batch")
-    ('1 step', '12 global batches')
-    """
-    return f"{count:,} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")

@@ -280,9 +280,17 @@ class Fit:
         )
 
     def take(self, origin: tuple[int | None, ...]) -> "Fit":
-        """Return the fit of another set of workers; None stands for one that is new."""
+        """Return the fit of another set of workers; None stands for one that is new.
+
+        Where several have the lines of one, a loader's limit is that of the first of them alone:
+        it belongs to a machine and not to a kind of device, and on one that is faster it would
+        keep the local batch too small to be ever measured again.
+        """
         fresh = Fit.start(1, self.first_s.shape[1])
-        return with_rows_of(self._new_window(()), fresh, origin, _PER_WORKER)
+        taken = with_rows_of(self._new_window(()), fresh, origin, _PER_WORKER)
+        first = {number: place for place, number in reversed(list(enumerate(origin)))}
+        own = np.array([first[number] == place for place, number in enumerate(origin)])
+        return revised(taken, input_s=np.where(own, taken.input_s, 0.0))
 
     def _new_window(self, split: Split) -> "Fit":
         """Pool the window and begin another one."""

@@ -141,6 +141,7 @@ class _Asynchronous:
             number=number,
             workers=present,
             split=self._split(),
+            samples=window.pushed,
             begin_s=window.begin_s,
             lasts_s=lasts_s,
             computed_s=lasts_s - idle,

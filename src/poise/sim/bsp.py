@@ -41,6 +41,8 @@ class Step:
     workers: Ints
     """Who took part, by the number in the scenario."""
     split: Split
+    samples: int
+    """Their sum; with a server, what was pushed meanwhile."""
     begin_s: float
     lasts_s: float
     computed_s: Floats
@@ -243,6 +245,7 @@ class _Synchronous:
             number=number,
             workers=moment.present,
             split=split,
+            samples=sum(split),
             begin_s=begin_s,
             lasts_s=passage.lasts_s,
             computed_s=passage.arrived_s,

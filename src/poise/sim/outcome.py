@@ -163,7 +163,7 @@ class Tally:
         taken_s = step.lasts_s * weight
         self._simulated += 1
         self._steps += weight
-        self._samples += sum(step.split) * weight
+        self._samples += step.samples * weight
         self._taken_s += taken_s
         self._idle_s += float(step.idle_s.mean()) * weight
         alive_s = taken_s + step.lost_s
@@ -221,7 +221,7 @@ class Tally:
 
 
 def _point(step: Step) -> Point:
-    samples = sum(step.split)
+    samples = step.samples
     ideal = samples / step.best_s if step.best_s > 0 else math.nan
     return Point(
         step.number,

@@ -156,7 +156,7 @@ class _Reader:
             queue=self.whole("queue", 2, "loader", least=1, most=64),
             lead=self.whole("lead", 0, least=0, most=1024),
             restart_s=self.number("restart_s", 0.0),
-            epoch_samples=self._optional_whole("epoch_samples", "training"),
+            epoch_samples=self._epoch_samples(global_batch),
             stride=self.whole("stride", 1, "training", least=1),
             server=self._server(),
             prices=self._prices(),
@@ -201,6 +201,14 @@ class _Reader:
 
     def _optional_whole(self, key: str, table: str) -> int | None:
         return self.whole(key, 0, table, least=1) if key in self._toml.table(table) else None
+
+    def _epoch_samples(self, global_batch: int) -> int | None:
+        found = self._optional_whole("epoch_samples", "training")
+        if found is not None and found < global_batch:
+            raise self._refused(
+                "training", 0, "epoch_samples", f"at least global_batch={global_batch} samples"
+            )
+        return found
 
     def _refused(self, table: str, number: int, key: str, required: str) -> InvalidSetting:
         found = self._toml.table(table, number).get(key)

@@ -1,0 +1,209 @@
+"""Titles, notes, labels and legends of pictures, whatever characters they are made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+Entry = tuple[str, "Artist"]
+"""A name in a legend, and what it names."""
+QUIET = "#555555"
+"""The color of what is not the subject."""
+
+_MIDDLE = 0.5
+_LINE_PT = 12.0
+"""Points from a row of labels to the next."""
+_LINE_CHARACTERS, _NAME_CHARACTERS = 100, 20
+_CHARACTER_IN = 0.063
+"""Inches of a character of a label, on average."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A text above a picture, which belongs to a place on its horizontal axis."""
+
+    x: float
+    text: str
+    color: str
+
+
+def label_above(axes: "Axes", labels: Sequence[Label], *, most: int, width_in: float) -> int:
+    """Write labels in rows so that none covers another; return how many rows it takes.
+
+    Texts go to the right of their places in the left half, and to the left in the right half.
+    A label that needs more than the most rows is left out. A thin line leads from each to its
+    place, behind those below.
+    """
+    low, high = axes.get_xlim()
+    inner = [(each, (each.x - low) / (high - low)) for each in labels]
+    left = sorted(((e, at) for e, at in inner if at <= _MIDDLE), key=lambda pair: -pair[1])
+    right = sorted(((e, at) for e, at in inner if at > _MIDDLE), key=lambda pair: pair[1])
+    taken: list[list[tuple[float, float]]] = []
+    written: list[tuple[int, bool, Label]] = []
+    for label, at in (*left, *right):
+        width = _CHARACTER_IN * (len(label.text) + 2) / width_in
+        span = (at, at + width) if at <= _MIDDLE else (at - width, at)
+        row = _free_row(taken, span)
+        if row < most:
+            written.append((row, at <= _MIDDLE, label))
+    for row, rightwards, label in sorted(written, key=lambda each: -each[0]):
+        _write_label(axes, label, row, rightwards=rightwards)
+    return len(taken[:most])
+
+
+def _free_row(taken: list[list[tuple[float, float]]], span: tuple[float, float]) -> int:
+    """Return the lowest row with room for a span, which takes it.
+
+    >>> rows = [[(0.0, 0.5)]]
+    >>> _free_row(rows, (0.6, 0.9)), _free_row(rows, (0.4, 0.7))
+    (0, 1)
+    """
+    for row, spans in enumerate(taken):
+        if all(span[1] <= begin or span[0] >= end for begin, end in spans):
+            spans.append(span)
+            return row
+    taken.append([span])
+    return len(taken) - 1
+
+
+def _write_label(axes: "Axes", label: Label, row: int, *, rightwards: bool) -> None:
+    text = axes.annotate(
+        label.text,
+        (label.x, 1.0),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(-3 if rightwards else 3, 5 + _LINE_PT * row),
+        textcoords="offset points",
+        ha="left" if rightwards else "right",
+        va="bottom",
+        fontsize=8.5,
+        color=label.color,
+        annotation_clip=False,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+    )
+    text.set_parse_math(False)
+    axes.annotate(
+        "",
+        (label.x, 1.0),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(0, 5 + _LINE_PT * row),
+        textcoords="offset points",
+        annotation_clip=False,
+        arrowprops={
+            "arrowstyle": "-",
+            "color": label.color,
+            "linewidth": 0.7,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        },
+    )
+
+
+def head(axes: "Axes", title: str, note: str, rows: int) -> None:
+    """Write a title and what to know, above so many rows of labels."""
+    above = 7 + _LINE_PT * rows
+    text = axes.annotate(
+        note,
+        (0.0, 1.0),
+        xycoords="axes fraction",
+        xytext=(0, above),
+        textcoords="offset points",
+        va="bottom",
+        fontsize=8.5,
+        color=QUIET,
+        annotation_clip=False,
+    )
+    text.set_parse_math(False)
+    pad = above + 3 + _LINE_PT * len(note.splitlines())
+    axes.set_title(title, fontsize=11, loc="left", pad=pad, fontweight="bold", parse_math=False)
+
+
+def noted(*parts: str) -> str:
+    """Return what to know on one line, or on more where it is too long.
+
+    >>> noted("a", "", "b")
+    'a · b'
+    """
+    lines: list[str] = []
+    for part in (short(each, _LINE_CHARACTERS) for each in parts if each):
+        if lines and len(lines[-1]) + len(part) < _LINE_CHARACTERS:
+            lines[-1] += f" · {part}"
+        else:
+            lines.append(part)
+    return "\n".join(lines)
+
+
+def tidy(axes: "Axes") -> None:
+    """Draw a faint grid, and no frame at the top and the right."""
+    thousands(axes.xaxis)
+    thousands(axes.yaxis)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def thousands(axis: "Axis") -> None:
+    """Write large numbers with commas."""
+    axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
+def legend_beside(axes: "Axes", entries: Sequence[Entry]) -> None:
+    """Write a legend at the right, whatever characters the names are made of."""
+    legend = axes.legend(
+        [handle for _, handle in entries],
+        ["name"] * len(entries),
+        loc="upper left",
+        bbox_to_anchor=(1.02, 1.0),
+        borderaxespad=0.0,
+        fontsize=9,
+        frameon=False,
+    )
+    for text, (name, _) in zip(legend.get_texts(), entries, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name)
+
+
+def legend_below(figure: "Figure", entries: Sequence[tuple[str, str]]) -> None:
+    """Write a legend of names and colors below."""
+    from matplotlib.patches import Patch
+
+    figure.legend(
+        handles=[Patch(facecolor=color, label=name) for name, color in entries],
+        loc="outside lower center",
+        ncols=len(entries),
+        fontsize=9,
+        frameon=False,
+        handlelength=1.2,
+    )
+
+
+def short(text: str, most: int) -> str:
+    """Return a text on one line, cut where it is too long.
+
+    >>> short("a  b", 4), short("abcdef", 4)
+    ('a b', 'abc…')
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def name_of(text: str) -> str:
+    """Return a name; of a long one, both ends.
+
+    >>> name_of("the-machine-in-the-cellar-12")
+    'the-machin…cellar-12'
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= _NAME_CHARACTERS else f"{line[:10]}…{line[-9:]}"
+
+
+def counted(count: int, what: str) -> str:
+    """Return a count with its noun.
+
+    >>> counted(1, "step"), counted(12, "global batch")
+    ('1 step', '12 global batches')
+    """
+    return f"{count:,} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")
