@@ -572,6 +572,15 @@ def test_asynchronous_workers_join_leave_and_fail() -> None:
     assert counts[110] == 2
 
 
+def test_with_a_server_a_loader_is_a_limit_too() -> None:
+    workers = [{"count": 2, **LINE}, {"input_s": 0.01, **LINE}]
+    made = scenario(mode="async", worker=workers, steps=300)
+    training = _Asynchronous(made, made.policy("auto"), None)
+    last = list(training.steps())[-1]
+    assert last.split[2] < 0.4 * last.split[0]
+    assert max(training.staleness.values()) < 3.5
+
+
 def test_a_slow_server_holds_all_workers_up() -> None:
     made = scenario(mode="async", server={"update_s": 0.2}, steps=30)
     steps = run(made, "even")

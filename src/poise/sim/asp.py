@@ -215,6 +215,7 @@ class _Asynchronous:
             samples,
             iteration_s=done.iteration_s,
             wait_s=done.wait_s,
+            input_s=(done.iteration_s + done.wait_s) / samples if done.wait_s else np.nan,
             memory_bytes=float(taken[0]),
             memory_limit_bytes=float(limit[0]),
         )

@@ -79,9 +79,10 @@ class Ring:
         workers = len(arrivals)
         ends = np.maximum(arrivals, free)
         chunk = self.bucket_bytes[bucket] / workers
-        sending = chunk / np.roll(self.link_bytes_per_s, 1) + self.latency_s
+        before = np.arange(workers) - 1
+        sending = chunk / self.link_bytes_per_s[before] + self.latency_s
         for _ in range(2 * (workers - 1)):
-            ends = np.maximum(ends, np.roll(ends, 1)) + sending
+            ends = np.maximum(ends, ends[before]) + sending
         return ends
 
     def take(self, workers: Ints) -> "Ring":
