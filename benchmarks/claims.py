@@ -21,8 +21,8 @@ once settled (the last half), the median over seeds. The bar: once settled, auto
 **Lab.** Three real workers under CPU quotas train a small convolutional network, once with even
 shares and once with auto, both recorded (`poise lab`). From auto's record alone a scenario is
 calibrated and simulated with both policies. Shown are simulated and measured step times, and the
-gain of auto over even in both. The bar: each simulated time is off by at most twice the error that
-the calibration itself states.
+gain of auto over even in both. The bars: each simulated time is off by at most twice the error that
+the calibration itself states, and by at most a fifth.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from poise.sim.scenario_file import declared_scenario, read_scenario
 from poise.toml_file import Toml
 
 POLICIES = ("even", "proportional", "lbbsp", "optperf", "auto")
-WORSE_BAR = 1.05
+WORSE_BAR, OFF_BAR = 1.05, 0.2
 FAST = {"forward_s": [0.0005, 0.005], "backward_s": [0.0010, 0.008]}
 MIDDLE = {"forward_s": [0.0012, 0.006], "backward_s": [0.0024, 0.010]}
 SLOW = {"forward_s": [0.0030, 0.008], "backward_s": [0.0060, 0.012]}
@@ -113,6 +113,10 @@ def main() -> None:
     ]
     figures += [
         Figure(f"lab, {policy}: off / allowed", each["off"] / each["allowed"], "at most", 1.0)
+        for policy, each in lab.items()
+    ]
+    figures += [
+        Figure(f"lab, {policy}: off", each["off"], "at most", OFF_BAR)
         for policy, each in lab.items()
     ]
     if arguments.json:

@@ -102,6 +102,22 @@ def test_a_loader_bounds_a_step_once_its_queue_is_empty() -> None:
     assert math.isclose(steps[-1].lasts_s, 0.16, rel_tol=ROUNDING)
 
 
+def test_a_step_that_stands_for_several_waits_for_its_loader_too() -> None:
+    training = {"noise_scale": 100.0, "target_samples": 5e5}
+    made = [
+        scenario(
+            worker=[{"count": 3, "input_s": 0.01, **LINE}],
+            training={**training, "stride": stride},
+            steps=5000,
+            policies=["even"],
+        )
+        for stride in (1, 20)
+    ]
+    one, other = (outcome_of(each, "even", each.policy("even")) for each in made)
+    assert math.isclose(one.step_s, 0.32, rel_tol=0.01)
+    assert math.isclose(other.step_s, 0.32, rel_tol=0.02)
+
+
 def test_a_stall_that_is_shorter_than_the_queue_is_not_felt() -> None:
     event = {"at_step": 20, "worker": "a", "slower_loader": 3.0, "for_steps": 1}
     calm: dict[str, Any] = {
@@ -123,6 +139,37 @@ def test_more_than_fits_into_memory_takes_several_passes() -> None:
     assert math.isclose(first.computed_s[0], 40 * 0.0012 + passes * 0.010, rel_tol=ROUNDING)
     for step in run(replace(made, steps=120), "auto")[60:]:
         assert step.split[0] <= 27  # a tenth stays free
+
+
+def test_no_policy_is_better_than_the_best_split_where_memory_is_short() -> None:
+    tight = {"memory_bytes": 300.0, "bytes_per_sample": 5.0}
+    made = scenario(worker=[{**LINE, **tight}, SLOW], steps=200)
+    for name in ("even", "proportional", "auto"):
+        found = outcome_of(made, name, made.policy(name))
+        assert found.regret > -1e-9, name
+
+
+def test_even_shares_that_a_worker_does_not_take_are_refused() -> None:
+    made = scenario(worker=[{"name": "a", "max_batch": 40, **LINE}, SLOW])
+    found = outcome_of(made, "even", made.policy("even"))
+    assert "a would get 48 samples, and takes 1 to 40" in found.refused
+    assert not outcome_of(made, "auto", made.policy("auto")).refused
+
+
+def test_the_last_step_of_an_epoch_may_be_no_sum_of_multiples() -> None:
+    workers = [{"count": 2, "multiple_of": 8, **LINE}]
+    made = scenario(worker=workers, training={"epoch_samples": 1001}, steps=30)
+    found = outcome_of(made, "auto", made.policy("auto"))
+    assert not found.refused
+    assert found.regret < 0.01
+
+
+def test_passes_are_those_of_samples_and_not_of_what_they_feel_like() -> None:
+    model = SpeedModel.of([0.05], [0.001], micro_batch=100)
+    bent = Bent(model, Bend.of(knee=(80, 2.5)))
+    assert np.allclose(bent.local_s([100]), 0.05 + 0.001 * 130)
+    assert np.allclose(bent.local_s([101]), 2 * 0.05 + 0.001 * 132.5)
+    assert np.allclose(bent.ready_s([101])[:, -1], bent.local_s([101]))
 
 
 def test_a_ring_of_equal_links_takes_what_the_bytes_say() -> None:
@@ -390,6 +437,33 @@ def test_a_worker_that_comes_back_is_not_held_to_the_loader_of_another_of_its_ki
     assert last.clean_s < 1.05 * last.best_s
 
 
+def test_a_worker_that_left_does_not_come_back_from_a_failure() -> None:
+    made = scenario(
+        worker=[{"name": "a", "count": 3, **LINE}],
+        steps=200,
+        failures={"mean_steps": 40, "down_steps": 20},
+        event=[{"at_step": 50, "worker": "a-1", "leaves": True}],
+    )
+    for seed in range(5):
+        conditions = Conditions(replace(made, seed=seed))
+        present = [conditions.at(step, 0.0).present.tolist() for step in range(200)]
+        assert not any(1 in each for each in present[50:])
+
+
+def test_plans_for_others_count_as_changes() -> None:
+    event = [{"at_step": 20, "worker": "slow", "leaves": True}]
+    for mode in ("sync", "async"):
+        made = scenario(event=event, mode=mode, policies=["even"])
+        assert outcome_of(made, "even", made.policy("even")).changes == 1
+
+
+def test_with_a_server_a_step_is_a_global_batch() -> None:
+    made = scenario(mode="async", policies=["fixed"], split=[90, 3, 3], steps=300)
+    found = outcome_of(made, "fixed", made.policy("fixed"))
+    assert found.samples == 300 * 96
+    assert math.isclose(found.step_s, found.clock_s / 300, rel_tol=1e-9)
+
+
 def test_random_failures_are_as_rare_as_they_say_and_end() -> None:
     workers = [{"count": 40, **LINE}]
     made = scenario(
@@ -564,7 +638,7 @@ def test_asynchronous_workers_join_leave_and_fail() -> None:
     )
     steps = run(made)
     assert len(steps) == 120
-    assert all(96 <= step.samples < 2 * 96 for step in steps)
+    assert all(step.samples == 96 for step in steps)
     counts = [len(step.workers) for step in steps]
     assert counts[10] == 3
     assert counts[40] == 2

@@ -111,7 +111,7 @@ def refused(capsys: Capture, text: str, *options: str) -> str:
         ),
         (
             f"{SCENARIO}[[event]]\nat_step = 4\nslower_link = 2\n",
-            "s.toml has an event slower_link, and links are those of a ring; give bucket_bytes",
+            "s.toml, line 14: [[event]] 1 has slower_link, and links are those of a ring; give",
         ),
         (
             f"{SCENARIO}[[walk]]\nat_step = 4\nspeeds = [1, 2]\n",
@@ -162,6 +162,42 @@ def refused(capsys: Capture, text: str, *options: str) -> str:
         (
             f"{SCENARIO}max_batch = 9\n[failures]\nmean_steps = 50\n",
             "s.toml: workers come and go, and have different min_batch, max_batch or multiple_of",
+        ),
+        (f"{SCENARIO}[nosie]\ncv = 0.1\n", "s.toml, line 12 has unknown key nosie; did you mean"),
+        (f"policies = [['a']]\n{SCENARIO}", "s.toml, line 1 has policy ['a']; known are"),
+        (f"split = 0\n{SCENARIO}", "s.toml, line 1 has split=0; give local batches"),
+        (f"restart_s = 1{'0' * 400}\n{SCENARIO}", "s.toml, line 1 has restart_s=1000"),
+        (f"restart_s = inf\n{SCENARIO}", "s.toml, line 1 has restart_s=inf; give a number"),
+        (f"{SCENARIO}price_per_hour = inf\n", "line 12: [[worker]] 2 has price_per_hour=inf; give"),
+        (f"{SCENARIO}knee = [1, inf]\n", "line 12: [[worker]] 2 has knee=[1, inf]; give a pair"),
+        (f"{SCENARIO}micro_batch = 1{'0' * 400}\n", "line 12: [[worker]] 2: worker b has micro_b"),
+        (f'mode = "stale:{"9" * 5000}"\n{SCENARIO}', "s.toml, line 1: mode='stale:999"),
+        (
+            f"{SCENARIO}[[event]]\nat_step = 3\nslower = 2\nworker = [['a']]\n",
+            "line 15: [[event]] 1 has worker=[['a']]; give a name, or a list of names",
+        ),
+        (
+            f"{SCENARIO}[[event]]\nat_step = 3\nslower = 2\nworker = []\n",
+            "line 15: [[event]] 1 has worker=[]; give a name, or leave it out for all",
+        ),
+        (f"{SCENARIO}[network]\nbucket_bytes = 5\n", "line 13: [network]: bucket_bytes=5; give a"),
+        (f"{SCENARIO}[server]\nupdate_s = 1\n", "line 12: [server] means nothing with mode"),
+        (
+            f"{SCENARIO}[[event]]\nat_step = 3\nslower_loader = 2\n",
+            "line 14: [[event]] 1 has slower_loader, and no loader is a limit; give input_s",
+        ),
+        (
+            f"{SCENARIO}[[event]]\nat_step = 3\nworker = 'a-0'\nleaves = true\n"
+            "[[event]]\nat_s = 3\nworker = 'a-0'\njoins = true\n",
+            "s.toml moves a-0 by at_step and by at_s, so that it is unclear what comes first",
+        ),
+        (
+            f"{SCENARIO}[[event]]\nat_step = 3\nleaves = true\n",
+            "s.toml: at step 3 the last worker is gone; let one stay, or another join before",
+        ),
+        (
+            f"{HEAD}[[worker]]\nready_s = [[0.1, 0.1], [0.1, 0.2]]\n",
+            "s.toml: worker worker-0 has 2 lines in ready_s, but the network has 1 buckets",
         ),
         (f"{SCENARIO}[failures]\nmean_steps = 0\n", "line 13: [failures] has mean_steps=0; give"),
     ],
@@ -243,6 +279,28 @@ def test_one_more_worker_and_a_faster_network_are_compared(capsys: Capture) -> N
     assert main(["simulate", "s.toml", "--policy", "even", "--more", "b=2"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"with 2 more b, even makes steps \d\.\d\d times as fast, for \d", said)
+
+
+def test_a_worker_that_is_added_is_one_of_its_kind(capsys: Capture) -> None:
+    """What happens to the others happens to it, too."""
+    event = "[[event]]\nat_step = 0\nworker = 'b'\nslower = 10.0\n"
+    Path("s.toml").write_text(SCENARIO + event)
+    options = ["--policy", "even", "--more", "b", "--more", "b", "--json"]
+    assert main(["simulate", "s.toml", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (was,), (now,) = found["before"], found["outcomes"]
+    assert len(now["last_split"]) == 5
+    assert math.isclose(was["step_s"], 10 * (0.003 * 22 + 0.030))
+    assert math.isclose(now["step_s"], 10 * (0.003 * 13 + 0.030))
+
+
+def test_a_faster_network_shortens_an_exchange_with_a_server(capsys: Capture) -> None:
+    server = "[server]\nexchange_s = 2.0\n"
+    Path("s.toml").write_text('mode = "async"\n' + SCENARIO + server)
+    options = ["--policy", "even", "--network", "4", "--json"]
+    assert main(["simulate", "s.toml", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["outcomes"][0]["step_s"] < 0.5 * found["before"][0]["step_s"]
 
 
 def test_records_are_written_and_never_overwritten(capsys: Capture) -> None:
@@ -352,6 +410,9 @@ def test_a_calibration_says_what_it_had_to_guess(capsys: Capture) -> None:
     assert "every worker had one local batch only" in said.err
     Path("printed.toml").write_text(said.out)
     assert read_scenario("printed.toml").workers == 3
+    assert read_scenario("printed.toml").error is None
+    assert main(["simulate", "printed.toml", "--steps", "40"]) == 0
+    assert "note: every worker had one local batch only" in capsys.readouterr().out
 
 
 def test_only_what_follows_a_change_of_speed_counts() -> None:
@@ -360,6 +421,49 @@ def test_only_what_follows_a_change_of_speed_counts() -> None:
     assert any("worker 2 changed at about step 20" in each for each in found.guessed)
     slopes = found.model.ready_s(np.full(3, 30.0))[:, -1]
     assert abs(slopes[2] / (3 * (30 * 0.0036 + 0.010)) - 1) < 0.1
+
+
+def test_a_change_of_speed_at_the_very_end_is_borne_and_said() -> None:
+    run = record_of(NOISY.replace("steps = 400", "steps = 151"))
+    rows = [json.loads(line) for line in run.read_text().splitlines()]
+    for row in rows[-6:]:
+        ready = row["observation"]["ready_s"]
+        row["observation"]["ready_s"] = [[5 * each for each in worker] for worker in ready]
+    Path("late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = calibrated(read_record("late.jsonl"))
+    assert any("mixture of before and after" in each for each in found.guessed)
+    assert math.isnan(found.error)
+
+
+def test_bounds_of_the_training_are_kept() -> None:
+    text = NOISY.replace("count = 2", "count = 2\nmax_batch = 35\nmin_batch = 5")
+    found = calibrated(read_record(record_of(text)))
+    Path("mine.toml").write_text(scenario_text(found, "auto.jsonl"))
+    mine = read_scenario("mine.toml")
+    assert [worker.max_batch for worker in mine.cluster.workers][:2] == [35, 35]
+    assert mine.cluster.workers[0].min_batch == 5
+
+
+def test_a_record_with_a_server_is_calibrated_without_an_error() -> None:
+    text = 'mode = "async"' + NOISY.replace("[network]\nready = [0.3, 1.0]\n", "").replace(
+        "bucket_s = [0.02, 0.004]\n", ""
+    )
+    found = calibrated(read_record(record_of(text)))
+    assert found.global_batch == 96
+    assert math.isnan(found.error)
+    assert any("travel is not recorded" in each for each in found.guessed)
+    Path("mine.toml").write_text(scenario_text(found, "auto.jsonl"))
+    assert str(read_scenario("mine.toml").mode) == "async"
+
+
+def test_a_worker_that_never_measured_is_named(capsys: Capture) -> None:
+    run = record_of(NOISY)
+    rows = [json.loads(line) for line in run.read_text().splitlines()]
+    for row in rows[1:]:
+        row["observation"]["ready_s"][1] = [None, None]
+    Path("quiet.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["calibrate", "quiet.jsonl"]) == 2
+    assert "worker 1 never measured any" in capsys.readouterr().err
 
 
 def test_a_calibration_is_not_overwritten_and_needs_enough_steps(capsys: Capture) -> None:
@@ -371,7 +475,7 @@ def test_a_calibration_is_not_overwritten_and_needs_enough_steps(capsys: Capture
     lines = run.read_text().splitlines(keepends=True)
     Path("short.jsonl").write_text("".join(lines[:12]))
     assert main(["calibrate", "short.jsonl"]) == 2
-    assert "11 measured steps" in capsys.readouterr().err
+    assert "the record has 11 steps that all of its last 3 workers" in capsys.readouterr().err
     assert main(["calibrate", "none.jsonl"]) == 2
     assert "cannot be read as a record" in capsys.readouterr().err
 

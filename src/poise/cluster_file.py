@@ -90,7 +90,7 @@ def declared_cluster(
     >>> [worker.name for worker in declared_cluster(Toml("my.toml", tables)).workers]
     ['a-0', 'a-1']
     """
-    toml.check_keys((*_TOP, *others))
+    toml.check_keys(tuple(dict.fromkeys((*_TOP, *others))))
     workers, kinds = _workers(toml, of_workers)
     noise_scale, start_batch = _training(toml) if "training" not in others else (None, None)
     return DeclaredCluster(

@@ -15,6 +15,8 @@ from poise.errors import InvalidSetting
 
 _HEADER = re.compile(r"(?P<open>\[\[?)\s*(?P<name>[\w.-]+)\s*\]")
 _KEY = re.compile(r"[\"']?(?P<key>[\w-]+)[\"']?\s*[=.]")
+_SHORT_TEXT = re.compile(r"#.*|\"[^\"]*\"|'[^']*'")
+"""What brackets are not counted in: comments and texts."""
 _LONG_TEXT = re.compile(r'"""|' + "'''")
 
 Place = tuple[str, int, str]
@@ -37,7 +39,10 @@ class Toml:
         >>> Toml("my.toml", {}, lines_of("a = 1\n[[worker]]\nb = 2")).where("worker", 1, "b")
         'my.toml, line 3: [[worker]] 1'
         """
-        line = self.lines.get((table, number, key)) or self.lines.get((table, number, ""))
+        places = [(table, number, key), (table, number, "")]
+        if not table:  # a key of the top level may be a table
+            places += [(key, 0, ""), (key, 1, "")]
+        line = next((self.lines[place] for place in places if place in self.lines), None)
         file = self.name if line is None else f"{self.name}, line {line}"
         if not table:
             return file
@@ -121,19 +126,21 @@ def lines_of(text: str) -> dict[Place, int]:
     """
     lines: dict[Place, int] = {}
     counts: dict[str, int] = {}
-    table, number, inside = "", 0, False
+    table, number, inside, depth = "", 0, False, 0
     for line, words in enumerate(map(str.strip, text.split("\n")), start=1):
-        began_inside = inside
-        inside ^= len(_LONG_TEXT.findall(words)) % 2 == 1
-        if began_inside:
-            continue
-        if header := _HEADER.match(words):
+        began_inside = inside or depth > 0
+        bare = _SHORT_TEXT.sub("", words)
+        inside ^= len(_LONG_TEXT.findall(words)) % 2 == 1 and not words.startswith("#")
+        if not began_inside and (header := _HEADER.match(words)):
             table = header["name"]
             number = counts.get(table, 0) + 1 if header["open"] == "[[" else 0
             counts[table] = number
             lines.setdefault((table, number, ""), line)
-        elif key := _KEY.match(words):
+            continue
+        if not began_inside and (key := _KEY.match(words)):
             lines.setdefault((table, number, key["key"]), line)
+        if not inside:
+            depth += sum(bare.count(each) for each in "[{") - sum(bare.count(each) for each in "]}")
     return lines
 
 

@@ -47,7 +47,7 @@ def _sentences(found: Calibration) -> list[str]:
         f"steps of the last split took {measured:.1f} ms on average, {predicted:.1f} ms predicted",
     ]
     if math.isnan(found.error):
-        sentences.append("too few steps to hold some out, so the error is not known")
+        sentences.append("no steps could be held out, so the error is not known")
     else:
         sentences.append(
             f"held-out step times are mispredicted by {100 * found.error:.1f} % on average, in "

@@ -23,7 +23,7 @@ from poise.sim.bsp import Step
 from poise.sim.conditions import Conditions
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario
-from poise.sim.scenario_file import declared_scenario
+from poise.sim.scenario_file import MOST_STEPS, declared_scenario
 from poise.sim.what_if import WhatIf
 from poise.toml_file import nearest, read_toml
 
@@ -56,11 +56,13 @@ def simulate(asked: Asked) -> int:
         from poise.cli.simulate_plots import check_directory
 
         check_directory(Path(asked.out))
-    records = _directory(asked.record)
+    records = _directory(asked.record, scenario.policies)
     console = Console(highlight=False)
     with _progress(scenario, again=bool(asked.what_if)) as watch:
         before = compare(base, watch=watch) if asked.what_if else []
         outcomes = compare(scenario, watch=watch, records=records)
+    if all(each.refused for each in outcomes):
+        raise InvalidSetting(f"{asked.file}: {outcomes[0].refused}")
     findings = Findings(scenario, outcomes, before, asked.what_if)
     written = _pictures(findings, asked.out)
     if asked.as_json:
@@ -93,6 +95,11 @@ class Findings:
         """Yield what the table does not say."""
         yield from self._gain()
         yield from self._difference()
+        yield from (f"note: {each}" for each in self.scenario.notes)
+        latest_s = max((each.clock_s for each in self.outcomes), default=0.0)
+        for event in self.scenario.events:
+            if event.at_s is not None and event.at_s > latest_s:
+                yield f"what is to happen at {duration(event.at_s)} never did: all was over before"
         if self.scenario.error is not None:
             yield (
                 f"this cluster was calibrated: held-out steps were mispredicted by "
@@ -133,6 +140,8 @@ class Findings:
         if not isinstance(scenario.mode, Sync):
             return None
         moment = Conditions(scenario).at(0, 0.0)
+        if not moment.cluster.is_plain:
+            return None  # the best split is only the best that was found
         limits = scenario.limits.take(moment.present.tolist())
         even = even_split(len(moment.present), scenario.global_batch)
         if not limits.allow(even):
@@ -181,6 +190,8 @@ class Findings:
 
 def _with_options(scenario: Scenario, asked: Asked) -> Scenario:
     if asked.steps is not None:
+        if asked.steps > MOST_STEPS:
+            raise InvalidSetting(f"--steps {asked.steps} is too many; give at most {MOST_STEPS}")
         late = [event.at_step for event in scenario.events if event.at_step is not None]
         if late and max(late) >= asked.steps:
             raise InvalidSetting(
@@ -189,6 +200,8 @@ def _with_options(scenario: Scenario, asked: Asked) -> Scenario:
         scenario = replace(scenario, steps=asked.steps)
     if asked.seed is not None:
         scenario = replace(scenario, seed=asked.seed)
+    if len(set(asked.policies)) < len(asked.policies):
+        raise InvalidSetting(f"--policy {asked.policies[-1]} is given twice; give it once")
     for name in asked.policies:
         if name not in KINDS:
             raise InvalidSetting(f"--policy {name} is unknown; {nearest(name, KINDS)}")
@@ -199,9 +212,16 @@ def _with_options(scenario: Scenario, asked: Asked) -> Scenario:
     return replace(scenario, policies=asked.policies) if asked.policies else scenario
 
 
-def _directory(path: str | None) -> Path | None:
+def _directory(path: str | None, policies: Sequence[str]) -> Path | None:
+    """Make a directory in which no record of these policies exists."""
     if path is None:
         return None
+    for name in policies:
+        if (Path(path) / f"{name}.jsonl").exists():
+            raise InvalidSetting(
+                f"--record {path} holds {name}.jsonl, and records are not overwritten; choose "
+                "another directory"
+            )
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:

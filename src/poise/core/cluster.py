@@ -132,9 +132,10 @@ class Worker:
         value = getattr(self, name)
         whole = isinstance(value, int) and not isinstance(value, bool)
         optional = name in ("max_batch", "micro_batch")
-        if not (whole and value >= least) and not (optional and value is None):
+        if not (whole and least <= value <= UNLIMITED) and not (optional and value is None):
             raise InvalidSetting(
                 f"{self._who} has {name}={value!r}; give a whole number from {least} up"
+                + (f" to {UNLIMITED}" if whole and value > UNLIMITED else "")
             )
 
 

@@ -65,7 +65,7 @@ def mode_of(stated: object) -> Mode:
         return Sync()
     if stated == "async":
         return Async()
-    bound = re.fullmatch(r"stale:(\d+)", stated) if isinstance(stated, str) else None
+    bound = re.fullmatch(r"stale:(\d{1,9})", stated) if isinstance(stated, str) else None
     if bound is None:
         raise InvalidSetting(
             f'mode={stated!r} is unknown; use "sync", "async", or "stale:4" for workers that may '

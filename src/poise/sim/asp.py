@@ -82,9 +82,8 @@ class _Asynchronous:
         learning = scenario.learning
         self._lessons = None if learning is None else Lessons(learning, scenario.seed)
         self._recorder = recorder
-        length = scenario.epoch_samples or 100 * scenario.global_batch
         engine = engine_of(scenario, policy)
-        self._engine = AsyncEngine.begin(scenario.mode, engine, length)
+        self._engine = AsyncEngine.begin(scenario.mode, engine, scenario.epoch)
         self._queue: list[_Happens] = []
         self._known = 0
         self._clock_s = 0.0
@@ -141,7 +140,7 @@ class _Asynchronous:
             number=number,
             workers=present,
             split=self._split(),
-            samples=window.pushed,
+            samples=min(window.pushed, self._scenario.global_batch),
             begin_s=window.begin_s,
             lasts_s=lasts_s,
             computed_s=lasts_s - idle,
@@ -153,6 +152,7 @@ class _Asynchronous:
             plan=None if window.decided is None else window.decided.plan,
         )
         self._window = self._fresh()
+        self._window.pushed = max(0, window.pushed - self._scenario.global_batch)
         return step
 
     def _split(self) -> tuple[int, ...]:
@@ -272,7 +272,8 @@ class _Asynchronous:
             self._window.idle_s[worker] += waited_s
         iteration_s, input_s = self._iteration_s(worker, share.samples)
         self._doing[worker] = _Worker(share, self._engine.updates, iteration_s, input_s)
-        travels_s = self._scenario.server.exchange_s
+        assert self._moment is not None
+        travels_s = self._scenario.server.exchange_s * self._moment.network
         self._expect(self._clock_s + iteration_s + input_s + travels_s, "arrive", worker)
 
     def _end_epoch(self) -> None:

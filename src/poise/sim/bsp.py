@@ -6,7 +6,7 @@ rhythm of live training, and its plans take effect at the steps that they say.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from poise.core.split import Split
 from poise.core.timing import Floats, Ints
 from poise.engine.bsp import Engine
 from poise.engine.rhythm import SELDOM, delay, is_due
+from poise.errors import InfeasibleSplit
 from poise.policy import Forecasting, Policy
 from poise.records import Recorder
 from poise.sim.cluster import Cluster, Passage
@@ -201,32 +202,31 @@ class _Synchronous:
         self._present = scenario.first
         self._clock_s = 0.0
         self._lasted_s = 0.0
-        self._epoch, self._left = 0, self._epoch_samples
+        self._epoch, self._left = 0, scenario.epoch
+        self._checked: Split = ()
+        """A split that is within the bounds that workers state."""
         self._decided_at = 0
         self._oracle_every = max(1, scenario.workers * scenario.steps // _ORACLE_WORK)
         self._best: tuple[Cluster | None, int, float] = (None, 0, 0.0)
 
-    @property
-    def _epoch_samples(self) -> int:
-        return self._scenario.epoch_samples or 100 * self._scenario.global_batch
-
     def steps(self) -> Iterator[Step]:
         for number in range(self._scenario.steps):
             moment = self._conditions.at(number, self._clock_s)
-            lost_s = self._followed(number, moment)
+            followed, lost_s = self._followed(number, moment)
             step = self._step(number, moment, lost_s)
-            yield step
+            yield step if step.plan or not followed else replace(step, plan=followed)
             if self._lessons is not None and self._lessons.reached:
                 return
 
     def _step(self, number: int, moment: Moment, lost_s: float) -> Step:
         scenario, cluster, training = self._scenario, moment.cluster, self._training
         plan = training.timetable.at(number)
+        self._check(plan.split)
         stands_for = self._stands_for(number)
         whole = plan.global_batch <= self._left or stands_for > 1
         split = plan.split if whole else plan.scaled(self._left).split
         factor = self._conditions.scatter.next()[moment.present]
-        wait = self._waits(moment, split)
+        wait = self._waits(moment, split, factor, stands_for)
         passage = cluster.passage(split, factor, wait)
         seen = self._measured(number, moment, split, passage, whole=whole)
         begin_s = self._clock_s
@@ -261,29 +261,52 @@ class _Synchronous:
             whole=whole,
         )
 
-    def _followed(self, number: int, moment: Moment) -> float:
-        """Tell the engine who is there now; return the seconds that are lost."""
+    def _check(self, split: Split) -> None:
+        """Raise if a policy without bounds exceeds what a worker states."""
+        if split == self._checked:
+            return
+        limits = self._scenario.limits.take(self._present.tolist())
+        local = np.array(split)
+        wrong = (local < limits.low) | (local > limits.high) | (local % limits.multiple > 0)
+        if wrong.any():
+            worker = int(np.flatnonzero(wrong)[0])
+            raise InfeasibleSplit(
+                f"{limits.name(worker)} would get {split[worker]} samples, and takes "
+                f"{limits.low[worker]} to {limits.high[worker]} in multiples of "
+                f"{limits.multiple[worker]}"
+            )
+        self._checked = split
+
+    def _followed(self, number: int, moment: Moment) -> tuple[Plan | None, float]:
+        """Tell the engine who is there now; return its plan, and the seconds that are lost."""
         if np.array_equal(moment.present, self._present):
-            return 0.0
+            return None, 0.0
         origin = origins(self._scenario, self._present, moment.present)
         change = Change(origin, self._training.engine.global_batch)
-        self._training.decide([change], number)
+        plan = self._training.decide([change], number)
         self._reports.forget()
         self._decided_at = number
         self._present = moment.present
         lost_s = self._scenario.restart_s + (self._lasted_s if moment.failed else 0.0)
         self._clock_s += lost_s
-        return lost_s
+        return plan, lost_s
 
     def _stands_for(self, number: int) -> float:
         settled = number - self._decided_at >= _LONG_SETTLED
         return float(self._scenario.stride if settled else 1)
 
-    def _waits(self, moment: Moment, split: Split) -> Floats | None:
-        loading = moment.cluster.truth.input_s
-        if not loading.any():
+    def _waits(
+        self, moment: Moment, split: Split, factor: Floats, stands_for: float
+    ) -> Floats | None:
+        """Return how long workers wait for input; in a step that stands for many, as usual."""
+        each_s = moment.cluster.truth.input_s
+        if not each_s.any():
             return None
-        return self._loaders.wait_s(moment.present, self._clock_s, loading * np.array(split))
+        loading = each_s * np.array(split)
+        if stands_for > 1:
+            computing_s = moment.cluster.passage(split, factor).lasts_s
+            return np.asarray(np.maximum(loading - computing_s, 0.0))
+        return self._loaders.wait_s(moment.present, self._clock_s, loading)
 
     def _measured(
         self, number: int, moment: Moment, split: Split, passage: Passage, *, whole: bool
@@ -328,20 +351,19 @@ class _Synchronous:
         if number % self._oracle_every:
             return float("nan")
         limits = self._scenario.limits.take(self._present.tolist())
-        least, most = limits.least, limits.most
-        found = float("nan")
-        if least <= samples <= most:
+        try:
             _, found = cluster.best(samples, limits)
+        except InfeasibleSplit:  # the smaller last step of an epoch may be no sum of multiples
+            found = float("nan")
         self._best = (cluster, samples, found)
         return found
 
     def _consume(self, samples: float) -> None:
         self._left -= int(samples)
         if self._left <= 0:
-            passed, used = divmod(-self._left, self._epoch_samples)
-            whole = self._scenario.stride > 1  # a step that stands for several may end any epoch
+            passed, used = divmod(-self._left, self._scenario.epoch)
             self._epoch += 1 + passed
-            self._left = self._epoch_samples - (used if whole else 0)
+            self._left = self._scenario.epoch - used
 
 
 def origins(scenario: Scenario, before: Ints, now: Ints) -> tuple[int | None, ...]:

@@ -7,7 +7,7 @@ that it is asked about.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from poise.core.split import Split
 from poise.core.timing import Floats, SpeedModel
 from poise.engine.rhythm import SELDOM
 from poise.errors import InvalidSetting
+from poise.policy import Bounds
+from poise.policy.bounds import NO_BOUNDS
+from poise.policy.naming import policy_of
 from poise.records import Record
 from poise.sim.scenario import Noise
 
@@ -66,6 +69,8 @@ class Calibration:
     """Seconds of an update in the server; 0 where there is none."""
     guessed: tuple[str, ...]
     """What the record does not show, in sentences."""
+    bounds: Bounds
+    """Of the local batches, as the training stated them."""
 
     @property
     def workers(self) -> int:
@@ -77,20 +82,24 @@ def calibrated(record: Record) -> Calibration:
     """Return what a record says, or raise if it says too little."""
     seen: Sequence[Observation] = _observations(record)
     if len(seen) < _FEWEST:
+        silent = _silent(record)
+        why = f"worker {silent} never measured any" if silent is not None else "train for longer"
         raise InvalidSetting(
-            f"the record has {len(seen)} measured steps of its last {_workers(record)} workers; "
-            f"a calibration needs {_FEWEST}, so train for longer, with a policy that measures"
+            f"the record has {len(seen)} steps that all of its last {_workers(record)} workers "
+            f"measured; a calibration needs {_FEWEST}: {why}"
         )
-    seen, left = _since_last_change(seen)
+    seen, left, mixed = _since_last_change(seen)
     fit = _fitted(seen)
-    errors = _held_out_errors(seen)
-    last = [each for each in seen if each.split == seen[-1].split]
-    measured_s = float(np.mean([_length_s(each) for each in last]))
+    batches = np.array([each.split for each in seen])
+    one_batch = bool((batches.min(axis=0) == batches.max(axis=0)).all())
+    served = record.header.mode is not None
+    errors = [] if one_batch or mixed or served else _held_out_errors(seen)
+    measured_s = _usual_s([each for each in seen if each.split == seen[-1].split])
     memory, limit = _memory(seen)
     return Calibration(
         model=fit.model(),
         noise=_noise(seen, fit),
-        global_batch=sum(seen[-1].split),
+        global_batch=_global_batch(record) if served else sum(seen[-1].split),
         mode=record.header.mode or "sync",
         steps=len(seen),
         splits=len({each.split for each in seen}),
@@ -102,13 +111,28 @@ def calibrated(record: Record) -> Calibration:
         memory=memory,
         memory_limit=limit,
         update_s=_update_s(record),
-        guessed=(*left, *_guessed(seen)),
+        guessed=(*left, *_guessed(seen, served=served)),
+        bounds=_bounds(record, batches),
     )
 
 
 def _workers(record: Record) -> int:
     counts = [len(row.change.origin) for row in record.rows if row.change is not None]
     return counts[-1] if counts else record.header.workers
+
+
+def _silent(record: Record) -> int | None:
+    """Return a worker that measured nothing while others did."""
+    tables = [
+        row.observation.ready_s
+        for row in record.rows
+        if row.observation is not None and row.observation.ready_s is not None
+    ]
+    tables = [each for each in tables if len(each) == _workers(record)]
+    if not tables:
+        return None
+    heard = np.array([~np.isnan(each).any(axis=1) for each in tables]).any(axis=0)
+    return int(np.flatnonzero(~heard)[0]) if heard.any() and not heard.all() else None
 
 
 def _observations(record: Record) -> list[Observation]:
@@ -139,9 +163,25 @@ def _fitted(seen: Sequence[Observation]) -> Fit:
     return fit
 
 
+def _global_batch(record: Record) -> int:
+    changed = [row.change.global_batch for row in record.rows if row.change is not None]
+    return changed[-1] if changed else record.header.global_batch
+
+
+def _bounds(record: Record, batches: NDArray[np.int64]) -> Bounds:
+    """Return the bounds of the policy, or none where workers are others than it was made for."""
+    name = record.header.policy
+    bounds = NO_BOUNDS if name is None else getattr(policy_of(name), "bounds", NO_BOUNDS)
+    workers = batches.shape[1]
+    stated = (bounds.min_batch, bounds.max_batch, bounds.multiple_of)
+    if any(isinstance(each, tuple) and len(each) != workers for each in stated):
+        bounds = NO_BOUNDS
+    return replace(bounds, min_batch=0) if (batches == 0).any() else bounds
+
+
 def _since_last_change(
     seen: Sequence[Observation],
-) -> tuple[Sequence[Observation], list[str]]:
+) -> tuple[Sequence[Observation], list[str], bool]:
     """Return the steps since a worker last became much faster or slower, and what to say of it.
 
     Where too few follow, all of them, and what comes out is a mixture.
@@ -153,18 +193,20 @@ def _since_last_change(
         fit, alarms = fit.update(*seen[number : number + SELDOM])
         great = [worker for worker in alarms if abs(np.log(fit.changed_by[worker])) > _GREAT]
         if great:
-            begin, who = number + SELDOM, _listed(np.array(great))
+            begin, who = min(number + SELDOM, len(seen)), _listed(np.array(great))
     if not who:
-        return seen, []
+        return seen, [], False
     if len(seen) - begin < _FEWEST:
-        return seen, [
+        said = (
             f"the speed of worker {who} changed after step {seen[begin - 1].step}, and too few "
             "steps follow: speeds are a mixture of before and after"
-        ]
-    return seen[begin:], [
+        )
+        return seen, [said], True
+    said = (
         f"the speed of worker {who} changed at about step {seen[begin].step}; only what follows "
         "counts"
-    ]
+    )
+    return seen[begin:], [said], False
 
 
 def _predicted_s(fit: Fit, split: Split) -> float:
@@ -190,9 +232,10 @@ def _held_out_errors(seen: Sequence[Observation]) -> list[float]:
             continue
         fit = _fitted(rest)
         for group in fold:
-            measured_s = float(np.mean([_length_s(seen[index]) for index in group]))
+            measured_s = _usual_s([seen[index] for index in group])
             predicted_s = _predicted_s(fit, seen[group[0]].split)
-            errors.append(abs(predicted_s / measured_s - 1))
+            if measured_s > 0:
+                errors.append(abs(predicted_s / measured_s - 1))
     return errors
 
 
@@ -205,6 +248,12 @@ def _groups(seen: Sequence[Observation]) -> list[list[int]]:
         return long
     parts = np.array_split(np.arange(len(seen)), _FOLDS)
     return [part.tolist() for part in parts if len(part)]
+
+
+def _usual_s(steps: Sequence[Observation]) -> float:
+    """Return the mean step; what a spike made much longer is left out."""
+    lengths = np.array([_length_s(each) for each in steps])
+    return float(lengths[lengths <= _SPIKE * np.median(lengths)].mean())
 
 
 def _length_s(observation: Observation) -> float:
@@ -225,7 +274,8 @@ def _noise(seen: Sequence[Observation], fit: Fit) -> Noise:
             ratios.append((table / np.median(table, axis=0)).ravel())
     every = np.concatenate(ratios) if ratios else np.ones(1)
     spikes = every[every > _SPIKE]
-    cv = float(np.sqrt(squares / count)) if count > 0 else 0.0
+    calm = np.log(every[(every <= _SPIKE) & (every > 0)])
+    cv = float(calm.std()) if ratios else float(np.sqrt(squares / max(count, 1.0)))
     if not spikes.size:
         return Noise(cv=cv, correlation=correlation)
     return Noise(
@@ -253,7 +303,7 @@ def _update_s(record: Record) -> float:
     return served[-1].busy_s / sum(served[-1].updates)
 
 
-def _guessed(seen: Sequence[Observation]) -> list[str]:
+def _guessed(seen: Sequence[Observation], *, served: bool) -> list[str]:
     """Return what the record does not show."""
     sentences = []
     batches = np.array([each.split for each in seen])
@@ -261,10 +311,11 @@ def _guessed(seen: Sequence[Observation]) -> list[str]:
     if same.size:
         who = "every worker" if same.size == batches.shape[1] else f"worker {_listed(same)}"
         sentences.append(
-            f"{who} had one local batch only, so how much of its time is fixed is a guess, which "
-            "the error does not cover"
+            f"{who} had one local batch only, so how much of its time is fixed is a guess"
         )
-    if all(each.done_s is None for each in seen):
+    if served:
+        sentences.append("what a gradient takes to travel is not recorded, and counts as 0")
+    elif all(each.done_s is None or np.isnan(each.done_s).all() for each in seen):
         sentences.append("what the exchange of gradients takes was not measured, and counts as 0")
     return sentences
 
@@ -277,7 +328,6 @@ def scenario_text(found: Calibration, source: str) -> str:
     """Return a scenario file for `poise simulate`."""
     lines = [
         f"# Calibrated from {found.steps} measured steps with {found.splits} different splits.",
-        *(f"# {sentence[0].upper()}{sentence[1:]}." for sentence in found.guessed),
         "",
         f"title = {_text(f'calibrated from {source}')}",
         "seed = 0",
@@ -292,6 +342,10 @@ def scenario_text(found: Calibration, source: str) -> str:
             f"[calibration]  # from {found.held_out} groups of steps that were held out",
             f"error = {found.error:.4f}",
         ]
+    elif found.guessed:
+        lines += ["", "[calibration]"]
+    if found.guessed:
+        lines.append(f"notes = [{', '.join(_text(each) for each in found.guessed)}]")
     noise = found.noise
     lines += ["", "[noise]", f"cv = {noise.cv:.4f}", f"correlation = {noise.correlation:.3f}"]
     if noise.spike_chance:
@@ -318,6 +372,7 @@ def _worker_lines(found: Calibration, worker: int) -> list[str]:
     pairs = zip(model.per_sample_s[worker].tolist(), model.fixed_s[worker].tolist(), strict=True)
     lines = ["[[worker]]", f'name = "worker-{worker}"']
     lines.append(f"ready_s = [{', '.join(_numbers(pair) for pair in pairs)}]")
+    lines += _bound_lines(found.bounds, worker)
     if model.input_s[worker] > 0:
         lines.append(f"input_s = {model.input_s[worker]:.6g}")
     each, fixed = found.memory.bytes_per_sample[worker], found.memory.fixed_bytes[worker]
@@ -326,6 +381,16 @@ def _worker_lines(found: Calibration, worker: int) -> list[str]:
         lines.append(f"memory_bytes = {limit:.6g}")
         lines.append(f"fixed_bytes = {max(fixed, 0.0):.6g}")
         lines.append(f"bytes_per_sample = {each:.6g}")
+    return lines
+
+
+def _bound_lines(bounds: Bounds, worker: int) -> list[str]:
+    lines = []
+    for name in ("min_batch", "max_batch", "multiple_of"):
+        stated = getattr(bounds, name)
+        value = stated[worker] if isinstance(stated, tuple) else stated
+        if value != getattr(NO_BOUNDS, name):
+            lines.append(f"{name} = {value}")
     return lines
 
 

@@ -5,11 +5,12 @@ same seed brings the same noise and the same failures whatever is decided.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from poise.core.timing import Flags, Floats, Ints
+from poise.errors import InvalidSetting
 from poise.sim.cluster import Cluster
 from poise.sim.scenario import Drift, Event, Noise, Scenario
 
@@ -22,6 +23,8 @@ class Moment:
     """Who is there, by the number in the scenario."""
     cluster: Cluster
     """The same object while nothing changes."""
+    network: float = 1.0
+    """How many times as slow the network is."""
     failed: bool = False
     """Whether somebody failed in the step before, which is lost."""
 
@@ -105,6 +108,10 @@ class Conditions:
             return self._moment
         self._last = factors
         present = np.flatnonzero(self._there)
+        if not present.size:
+            raise InvalidSetting(
+                f"at step {step} the last worker is gone; let one stay, or another join before"
+            )
         slowness, network, links, loaders = factors
         self._moment = Moment(
             present,
@@ -115,9 +122,10 @@ class Conditions:
                 links=links,
                 loaders=loaders,
             ),
+            float(network[0]),
         )
         if failed:
-            return Moment(present, self._moment.cluster, failed=True)
+            return replace(self._moment, failed=True)
         return self._moment
 
     def _begun(self, step: int, clock_s: float) -> bool:
@@ -129,6 +137,8 @@ class Conditions:
         for event in due:
             self._waiting.remove(event)
             workers = list(event.workers)
+            if event.what in ("leaves", "fails", "joins"):
+                self._back_at = {w: at for w, at in self._back_at.items() if w not in workers}
             if event.what in ("leaves", "fails"):
                 failed |= event.what == "fails" and bool(self._there[workers].any())
                 self._there[workers] = False

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from poise.core.split import Split
-from poise.core.timing import Floats, Ints
+from poise.core.timing import Ints
 from poise.engine.modes import Sync
 from poise.errors import InfeasibleSplit, InvalidSetting
 from poise.policy import Policy
@@ -232,10 +232,3 @@ def _point(step: Step) -> Point:
         step.split,
         step.effective_samples,
     )
-
-
-def throughputs(outcome: Outcome) -> tuple[Floats, Floats, Floats]:
-    """Return hours, samples per second, and those with the best split, along the course."""
-    rows = [(p.end_s / HOUR_S, p.samples_per_s, p.ideal_samples_per_s) for p in outcome.course]
-    hours, rates, ideals = np.array(rows).reshape(-1, 3).T
-    return hours, rates, ideals

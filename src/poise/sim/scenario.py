@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from poise.cluster_file import DeclaredCluster
-from poise.core.cluster import limits_of, speed_model
+from poise.core.cluster import speed_model
 from poise.core.limits import UNLIMITED, Limits
 from poise.core.timing import Floats, Ints, SpeedModel
 from poise.engine.adaptation import Adaptation
@@ -163,6 +163,8 @@ class Scenario:
     """Per hour, one per worker; empty: not known."""
     error: float | None = None
     """By how much step times of a calibrated cluster were mispredicted, relative to them."""
+    notes: tuple[str, ...] = ()
+    """What its record did not show."""
 
     @property
     def workers(self) -> int:
@@ -176,8 +178,25 @@ class Scenario:
 
     @cached_property
     def limits(self) -> Limits:
-        """The bounds of all declared workers, those of memory included."""
-        return limits_of(self.cluster.workers)
+        """The bounds that all declared workers state.
+
+        Memory is none of them: what does not fit at once takes several passes.
+        """
+        workers = self.cluster.workers
+        return Limits.of(
+            len(workers),
+            min_batch=[worker.min_batch for worker in workers],
+            max_batch=[
+                UNLIMITED if worker.max_batch is None else worker.max_batch for worker in workers
+            ],
+            multiple_of=[worker.multiple_of for worker in workers],
+            names=self.names,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Samples of an epoch."""
+        return self.epoch_samples or 100 * self.global_batch
 
     @cached_property
     def first(self) -> Ints:

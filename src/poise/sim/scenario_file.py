@@ -84,13 +84,15 @@ _DRIFT = ("per_step", "memory_steps")
 _FAILURES = ("mean_steps", "down_steps")
 _LOADER = ("queue",)
 _SERVER = ("exchange_s", "update_s")
-_CALIBRATION = ("error", "source")
+_CALIBRATION = ("error", "notes")
 _EVENT = ("at_step", "at_s", "worker", "over_steps", "for_steps")
 _WALK = ("at_step", "at_s", "speeds")
 _SLOWER: tuple[What, ...] = ("slower", "slower_network", "slower_link", "slower_loader")
 _MOVES: tuple[What, ...] = ("leaves", "fails", "joins")
 _EVERYONE = "all"
 MOST_STEPS = 10_000_000
+_MOST, _LEAST = 1e15, 1e-9
+"""Beyond these a number is a slip of the pen."""
 _REQUIRED = {
     "price_per_hour": "a number from 0 up",
     "resource": "a number above 0, such as the worker's cores",
@@ -161,6 +163,7 @@ class _Reader:
             server=self._server(),
             prices=self._prices(),
             error=self._error(),
+            notes=self._notes(),
         )
         self._check(scenario)
         return scenario
@@ -173,10 +176,13 @@ class _Reader:
         number: int = 0,
         *,
         least: float = 0.0,
-        most: float = math.inf,
+        most: float = _MOST,
     ) -> float:
         """Return a number of a table."""
-        value = self._toml.table(table, number).get(key, default)
+        found = self._toml.table(table, number)
+        value = found.get(key, default)
+        if key not in found:
+            return default
         within = is_number(value) and least <= value <= most and (value < math.inf or most == value)
         if not within:
             top = f" to {most:g}" if most < math.inf else " up"
@@ -228,7 +234,7 @@ class _Reader:
         if not isinstance(found, list) or not found or len(set(map(str, found))) < len(found):
             raise InvalidSetting(f"{where} has policies={found!r}; give a list of different names")
         for name in found:
-            if name not in KINDS:
+            if not isinstance(name, str) or name not in KINDS:
                 raise InvalidSetting(f"{where} has policy {name!r}; {nearest(str(name), KINDS)}")
         if "fixed" in found and "split" not in self._toml.tables:
             raise InvalidSetting(f"{where} has the policy fixed; give its split = [...], too")
@@ -240,9 +246,11 @@ class _Reader:
         return tuple(found)
 
     def _split(self, global_batch: int) -> tuple[int, ...]:
-        found = self._toml.tables.get("split", [])
+        if "split" not in self._toml.tables:
+            return ()
+        found = self._toml.tables["split"]
         whole = isinstance(found, list) and all(is_whole(each) and each >= 0 for each in found)
-        if found and (not whole or sum(found) != global_batch):
+        if not whole or sum(found) != global_batch:
             raise self._refused(
                 "", 0, "split", f"local batches that add up to global_batch={global_batch}"
             )
@@ -263,10 +271,12 @@ class _Reader:
             if "bucket_s" in table:
                 raise InvalidSetting("bucket_s= and bucket_bytes= exclude each other; give one")
             sizes = table["bucket_bytes"]
-            network = Network(
-                ready=plain.get("ready", (1.0,)), bucket_s=tuple(sizes) if sizes else ()
-            )
-        except (InvalidSetting, TypeError) as error:
+            if not isinstance(sizes, list) or not all(_from_0(each) is not None for each in sizes):
+                raise InvalidSetting(
+                    f"bucket_bytes={sizes!r}; give a list of bytes, one per bucket"
+                )
+            network = Network(ready=plain.get("ready", (1.0,)), bucket_s=tuple(sizes))
+        except InvalidSetting as error:
             raise toml.blame(error, "network") from None
         links = self._links()
         ring = Ring(np.array(network.bucket_s), links, self.number("latency_s", 0.0, "network"))
@@ -345,7 +355,7 @@ class _Reader:
     def _failures(self) -> Failures:
         self._toml.check_keys(_FAILURES, "failures")
         return Failures(
-            mean_steps=self.number("mean_steps", math.inf, "failures", least=1.0, most=math.inf),
+            mean_steps=self.number("mean_steps", math.inf, "failures", least=1.0),
             down_steps=self.whole("down_steps", 50, "failures", least=1),
         )
 
@@ -360,7 +370,13 @@ class _Reader:
     def _error(self) -> float | None:
         self._toml.check_keys(_CALIBRATION, "calibration")
         table = self._toml.table("calibration")
-        return self.number("error", 0.0, "calibration") if "error" in table else None
+        return self.number("error", 0.0, "calibration", most=100.0) if "error" in table else None
+
+    def _notes(self) -> tuple[str, ...]:
+        found = self._toml.table("calibration").get("notes", [])
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise self._refused("calibration", 0, "notes", "a list of texts")
+        return tuple(found)
 
     def _learning(self, global_batch: int) -> Learning | None:
         toml = self._toml
@@ -393,7 +409,7 @@ class _Reader:
             and len(pair) == 2  # noqa: PLR2004
             and all(is_number(each) for each in pair)
             and 0 <= pair[0] <= 1
-            and 0 < pair[1] < math.inf
+            and _LEAST <= pair[1] <= _MOST
             for pair in pairs
         )
         if not right or [pair[0] for pair in pairs] != sorted({pair[0] for pair in pairs}):
@@ -433,7 +449,9 @@ class _Reader:
         walks = len(self._toml.array("walk"))
         events = [self._event(number + 1) for number in range(len(self._toml.array("event")))]
         events += [self._walk(number + 1) for number in range(walks)]
-        return tuple(sorted(events, key=lambda each: (each.at_step or 0, each.at_s or 0.0)))
+        by_step = sorted((e for e in events if e.at_step is not None), key=lambda e: e.at_step or 0)
+        by_time = sorted((e for e in events if e.at_step is None), key=lambda e: e.at_s or 0.0)
+        return (*by_step, *by_time)
 
     def _event(self, number: int) -> Event:
         toml = self._toml
@@ -511,6 +529,8 @@ class _Reader:
         kinds = {kind.name: kind.workers for kind in self._bare.kinds}
         workers: list[int] = []
         for word in words:
+            if not isinstance(word, str):
+                raise self._refused("event", number, "worker", "a name, or a list of names")
             if word == _EVERYONE:
                 workers += self._names.values()
             elif word in self._names:
@@ -521,17 +541,60 @@ class _Reader:
                 known = [*kinds, *(name for name in self._names if name not in kinds)]
                 hint = nearest(str(word), known if len(known) < 50 else list(kinds))  # noqa: PLR2004
                 raise InvalidSetting(f"{where} has worker={word!r}, who is not there; {hint}")
+        if not workers:
+            raise self._refused("event", number, "worker", "a name, or leave it out for all")
         return tuple(dict.fromkeys(workers))
+
+    def _first_event(self, what: str) -> str:
+        """Return where the first event of a kind stands."""
+        tables = self._toml.array("event")
+        number = next(place for place, table in enumerate(tables, 1) if what in table)
+        return self._toml.where("event", number, what)
+
+    def _check_moves(self, scenario: Scenario) -> None:
+        """Raise if it is unclear which of two moves of a worker comes first."""
+        units: dict[int, bool] = {}
+        for event in scenario.events:
+            if event.what not in _MOVES:
+                continue
+            for worker in event.workers:
+                if units.setdefault(worker, event.at_step is None) != (event.at_step is None):
+                    raise InvalidSetting(
+                        f"{self._toml.name} moves {scenario.names[worker]} by at_step and by at_s, "
+                        "so that it is unclear what comes first; use one of them"
+                    )
 
     def _check(self, scenario: Scenario) -> None:
         """Raise if the parts do not go together."""
         name = self._toml.name
+        try:
+            assert scenario.model.workers
+        except PoiseError as error:
+            raise InvalidSetting(f"{name}: {error}") from None
         if not len(scenario.first):
             raise InvalidSetting(f"{name} has no worker at the start; let one be there from step 0")
         if scenario.ring is None and any(e.what == "slower_link" for e in scenario.events):
             raise InvalidSetting(
-                f"{name} has an event slower_link, and links are those of a ring; give "
+                f"{self._first_event('slower_link')} has slower_link, and links are those of a "
+                "ring; give "
                 "bucket_bytes and link_bytes_per_s in [network], or use slower_network"
+            )
+        if not scenario.model.input_s.any() and any(
+            event.what == "slower_loader" for event in scenario.events
+        ):
+            raise InvalidSetting(
+                f"{self._first_event('slower_loader')} has slower_loader, and no loader is a "
+                "limit; give input_s to its [[worker]]"
+            )
+        self._check_moves(scenario)
+        with_server = not isinstance(scenario.mode, Sync)
+        if "server" in self._toml.tables and not with_server:
+            where = self._toml.where("server")
+            raise InvalidSetting(f'{where} means nothing with mode = "sync"; leave it out')
+        if scenario.restart_s and with_server:
+            where = self._toml.where(key="restart_s")
+            raise InvalidSetting(
+                f"{where} has restart_s, and with a server nobody else stops; leave it out"
             )
         if not isinstance(scenario.mode, Sync) and (
             scenario.ring is not None or scenario.drag or scenario.stride > 1
@@ -561,11 +624,11 @@ class _Reader:
 
 
 def _above_0(value: Any) -> float | None:
-    return float(value) if is_number(value) and 0 < value < math.inf else None
+    return float(value) if is_number(value) and _LEAST <= value <= _MOST else None
 
 
 def _from_0(value: Any) -> float | None:
-    return float(value) if is_number(value) and 0 <= value < math.inf else None
+    return float(value) if is_number(value) and 0 <= value <= _MOST else None
 
 
 def _knee(value: Any) -> tuple[float, float] | None:
@@ -575,9 +638,10 @@ def _knee(value: Any) -> tuple[float, float] | None:
 
 def _power(value: Any) -> tuple[float, float] | None:
     pair = _pair(value)
-    return pair if pair is not None and min(pair) > 0 else None
+    return pair if pair is not None and min(pair) >= _LEAST and pair[0] <= 10 else None  # noqa: PLR2004
 
 
 def _pair(value: Any) -> tuple[float, float] | None:
     numbers = isinstance(value, list) and len(value) == 2 and all(map(is_number, value))  # noqa: PLR2004
-    return (float(value[0]), float(value[1])) if numbers else None
+    inside = numbers and all(0 <= each <= _MOST for each in value)
+    return (float(value[0]), float(value[1])) if inside else None

@@ -113,12 +113,12 @@ class Bent:
 
     def ready_s(self, batches: ArrayLike) -> Floats:
         """Workers x buckets: when they are handed over, without noise."""
-        return self.model.ready_s(self.bend(np.asarray(batches, dtype=np.float64)))
+        return self._handed_over(np.asarray(batches, dtype=np.float64), None)
 
     def local_s(self, batches: ArrayLike, workers: Ints | None = None) -> Floats:
         """Return tau_i(b); the loader does not feel what computing does."""
         b = np.asarray(batches, dtype=np.float64)
-        computing = self._computing.local_s(self.bend(b, workers), workers)
+        computing = (self._handed_over(b, workers) + self.model.tail_s).max(axis=1)
         loading = self.input_s if workers is None else self.input_s[workers]
         return np.asarray(np.maximum(computing, loading * b))
 
@@ -134,16 +134,16 @@ class Bent:
         """Return the largest local batches that end in time, and no slopes."""
         return self._curves.capacity(step_s)
 
-    @cached_property
-    def _computing(self) -> SpeedModel:
-        model = self.model
-        return SpeedModel(
-            model.fixed_s,
-            model.per_sample_s,
-            model.bucket_s,
-            np.zeros(model.workers),
-            model.micro_batch,
-        )
+    def _handed_over(self, b: Floats, workers: Ints | None) -> Floats:
+        """Return the lines in what is felt; passes are those of the samples that there are."""
+        every: Ints | slice = slice(None) if workers is None else workers
+        fixed, slope = self.model.fixed_s[every], self.model.per_sample_s[every]
+        lines = fixed + slope * self.bend(b, workers)[:, None]
+        passes = np.ceil(b / self.model.micro_batch[every])
+        late = passes > 1
+        if late.any():
+            lines[late] = (lines[:, -1] + (passes - 1) * fixed[:, -1])[late, None]
+        return np.asarray(lines)
 
     @cached_property
     def _curves(self) -> Curves:

@@ -41,19 +41,24 @@ class WhatIf:
         network = self._network(toml, tables)
         if network:
             tables["network"] = network
+        server = dict(toml.table("server"))
+        if "exchange_s" in server:
+            tables["server"] = {**server, "exchange_s": server["exchange_s"] / self.network}
         return replace(toml, tables=tables)
 
     def _workers(self, toml: Toml) -> list[Mapping[str, Any]]:
         workers = list(toml.array("worker"))
         names = [str(table.get("name", "")) for table in workers]
         for name, count in self.more:
-            if name not in names:
+            if name not in names or not name:
+                known = [each for each in names if each]
+                hint = nearest(name, known) if known else "give its [[worker]] a name"
                 raise InvalidSetting(
-                    f"--more {name}: {toml.name} has no [[worker]] of that name; "
-                    f"{nearest(name, names)}"
+                    f"--more {name}: {toml.name} has no [[worker]] of that name; {hint}"
                 )
-            like = workers[names.index(name)]
-            workers.append({**like, "name": f"{name}-more", "count": count})
+            place = names.index(name)
+            like = workers[place]
+            workers[place] = {**like, "count": like.get("count", 1) + count}
         return workers
 
     def _network(self, toml: Toml, tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,8 +70,9 @@ class WhatIf:
             times = bucket_s.among(before, now).bucket_s
             network["bucket_s"] = [seconds / self.network for seconds in times]
         elif "bucket_bytes" in network:
-            sizes = network["bucket_bytes"]
+            sizes, latency_s = network["bucket_bytes"], network.get("latency_s", 0.0)
             network["bucket_bytes"] = [size / self.network for size in sizes]
+            network["latency_s"] = latency_s / self.network
         return network
 
 
