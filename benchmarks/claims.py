@@ -18,9 +18,9 @@ Shown is how much longer steps take with each policy than with the best split, f
 once settled (the last half), the median over seeds. The bar: once settled, auto's steps are at most
 5 % longer than those of the best other policy.
 
-**Labs.** Three real workers train a small convolutional network, once with even shares and once with
-auto, both recorded (`poise lab`): under CPU quotas, where times and reductions scatter a lot, and
-paced, which is quieter. From auto's record alone a scenario is
+**Labs.** Three real workers train a small convolutional network, once with even shares and once
+with auto, both recorded (`poise lab`): under CPU quotas, where times and reductions scatter a lot,
+and paced, which is quieter. From auto's record alone a scenario is
 calibrated and simulated with both policies. Shown are simulated and measured step times, and the
 gain of auto over even in both. The bars: each simulated time is off by at most twice the error that
 the calibration itself states, and by at most a fifth.
