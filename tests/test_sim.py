@@ -103,7 +103,7 @@ def test_a_loader_bounds_a_step_once_its_queue_is_empty() -> None:
 
 
 def test_a_step_that_stands_for_several_waits_for_its_loader_too() -> None:
-    training = {"noise_scale": 100.0, "target_samples": 5e5}
+    training = {"noise_scale": 100.0, "target_samples": 2e5}
     made = [
         scenario(
             worker=[{"count": 3, "input_s": 0.01, **LINE}],
@@ -324,7 +324,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     found: dict[str, list[bytes]] = {}
     for mode in ("sync", "async"):
         adapt = "adapt = [48, 960]\n" if mode == "sync" else ""
-        for number, seed in enumerate((7, 7, 8)):
+        for number, seed in enumerate((7, 7, 8) if mode == "sync" else (7, 7)):
             file = tmp_path / f"{mode}{number}.toml"
             file.write_text(text.format(mode=mode, seed=seed, adapt=adapt))
             out = tmp_path / f"{mode}{number}"
@@ -338,7 +338,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
             assert len(records) == 3
             found[f"{mode}{number}"] = [said, *records]
         assert found[f"{mode}0"] == found[f"{mode}1"]
-        assert found[f"{mode}0"][2] != found[f"{mode}2"][2]
+    assert found["sync0"][2] != found["sync2"][2]
 
 
 def test_chance_does_not_depend_on_the_policy() -> None:
@@ -518,13 +518,13 @@ def test_a_simulated_record_replays_and_goes_through_the_simulator_again(tmp_pat
 
 def test_a_large_record_is_thinned_and_says_so(tmp_path: Path) -> None:
     workers = [{"count": 500, **LINE}, {"count": 500, **SLOW}]
-    made = scenario(worker=workers, global_batch=32_000, steps=600, noise={"cv": 0.05})
+    made = scenario(worker=workers, global_batch=32_000, steps=400, noise={"cv": 0.05})
     outcome = outcome_of(made, "auto", Auto(), records=tmp_path)
     record = read_record(tmp_path / "auto.jsonl")
-    assert record.header.thinned == 3
+    assert record.header.thinned == 2
     assert sum(row.decision is not None for row in record.rows) == outcome.changes > 0
-    assert len(record.rows) < 600 / 3 + outcome.changes
-    with pytest.raises(InvalidSetting, match="of 3 decisions the record holds one"):
+    assert len(record.rows) < 400 / 2 + outcome.changes
+    with pytest.raises(InvalidSetting, match="of 2 decisions the record holds one"):
         replay(record)
 
 
@@ -576,14 +576,14 @@ def test_a_global_batch_that_may_move_goes_where_it_learns_fastest() -> None:
 
 
 def test_a_step_that_stands_for_several_changes_little_but_the_work() -> None:
-    training = {"noise_scale": [[0.0, 300.0], [1.0, 3000.0]], "target_samples": 4e5}
+    training = {"noise_scale": [[0.0, 300.0], [1.0, 3000.0]], "target_samples": 2e5}
     made = scenario(training=training, steps=5000)
     quick = scenario(training={**training, "stride": 10}, steps=5000)
     one, other = outcome_of(made, "auto", Auto()), outcome_of(quick, "auto", Auto())
     assert one.target_s is not None
     assert other.target_s is not None
     assert math.isclose(one.target_s, other.target_s, rel_tol=0.01)
-    assert len(run(quick)) < 0.2 * one.steps
+    assert len(run(quick)) < 0.3 * one.steps
 
 
 @pytest.mark.parametrize("policy", ["even", "auto"])
