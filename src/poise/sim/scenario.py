@@ -23,7 +23,6 @@ from poise.sim.truth import Bend, Bent, Truth, slowed
 What = Literal[
     "slower", "slower_network", "slower_link", "slower_loader", "leaves", "fails", "joins"
 ]
-DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
