@@ -1,5 +1,6 @@
 """What a user may hand in, checked before training starts."""
 
+import warnings
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, PoiseWarning
 from poise.torch.module import SharedModule
+from poise.torch.torch_private import BatchNormBase
 
 
 def check_model(model: object) -> nn.Module:
@@ -120,15 +122,6 @@ def length_of(loader: DataLoader[Any]) -> int:
     return len(dataset)
 
 
-def check_epoch(length: int, global_batch: int) -> None:
-    """Raise if drop_last would leave no step in an epoch."""
-    if length < global_batch:
-        raise InvalidSetting(
-            f"the data set has {length} samples, fewer than global_batch={global_batch}, and "
-            "drop_last=True drops them all; use drop_last=False or a smaller global_batch"
-        )
-
-
 def check_all_used(parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
     """Raise if gradients would pile up that no optimizer uses."""
     used = {p for each in optimizers for group in each.param_groups for p in group["params"]}
@@ -136,15 +129,6 @@ def check_all_used(parameters: Iterable[nn.Parameter], optimizers: Iterable[Opti
         raise InvalidSetting(
             "some parameters have a gradient that no optimizer uses, and adapt would measure it "
             "too; freeze them with requires_grad_(False), or give them to an optimizer"
-        )
-
-
-def check_range(length: int, highest: int) -> None:
-    """Raise if a global batch could grow beyond an epoch."""
-    if length < highest:
-        raise InvalidSetting(
-            f"adapt=(..., {highest}) lets a global batch have more samples than the data set, "
-            f"which has {length}; give a highest one that an epoch holds several times"
         )
 
 
@@ -185,3 +169,35 @@ def model_facts(model: nn.Module, which: str) -> dict[str, str]:
         for name, tensor in model.named_buffers()
     }
     return {**parameters, **buffers}
+
+
+def warn_of_normalization(models: Sequence[nn.Module]) -> None:
+    """Say what layers that normalize by the batch do when that is split."""
+    layers = [layer for model in models for layer in model.modules()]
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in layers):
+        warnings.warn(
+            "the model has SyncBatchNorm, whose statistics are those of the global batch, "
+            "but whose gradients are exact for equal shares only (docs/limits.md)",
+            PoiseWarning,
+            stacklevel=5,
+        )
+    elif any(isinstance(layer, BatchNormBase) for layer in layers):
+        warnings.warn(
+            "the model has BatchNorm, which normalizes each worker's local batch by itself, "
+            "so the training is not the same as on one machine; running statistics are "
+            "merged by share in every step. A local batch of one sample can be too small for "
+            "it: drop_last=True leaves small last batches out",
+            PoiseWarning,
+            stacklevel=5,
+        )
+
+
+def warn_of_batch_size(batch_size: int | None, global_batch: int) -> None:
+    """Say that the loader's own batch size is not used."""
+    if batch_size != global_batch:
+        warnings.warn(
+            f"the loader's batch_size={batch_size} is not used: each step takes "
+            f"global_batch={global_batch} samples over all workers",
+            PoiseWarning,
+            stacklevel=5,
+        )

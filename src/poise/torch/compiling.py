@@ -3,9 +3,9 @@
 import sys
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from poise.torch.slicing import tensors
+from poise.runtime.slicing import parts
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -22,10 +22,23 @@ def graphs_compiled() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
+class Graphs:
+    """Notices when torch.compile is at work."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def changed(self) -> bool:
+        """Whether it was at work since this was last asked."""
+        before, self._seen = self._seen, graphs_compiled()
+        return self._seen != before
+
+
 def let_size_vary(batch: Any) -> None:
     """Tell torch.compile that the number of samples changes, so that one graph serves them all."""
     from torch._dynamo import maybe_mark_dynamic
 
-    for tensor in tensors(batch):
-        if tensor.ndim:
-            maybe_mark_dynamic(tensor, 0)
+    if isinstance(batch, Tensor) and batch.ndim:
+        maybe_mark_dynamic(batch, 0)
+    for part in parts(batch):
+        let_size_vary(part)

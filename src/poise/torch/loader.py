@@ -1,56 +1,17 @@
-"""Loaders that yield this worker's share of each global batch."""
+"""A DataLoader of this worker's share of each batch."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader
 
-from poise.core.batch import Batch, batches, steps_per_epoch
-from poise.core.order import DrawnOrder, Order
 from poise.errors import OutOfOrder
-from poise.torch.exchange import Exchange
-from poise.torch.orders import Orders
-from poise.torch.run import Run
+from poise.runtime.batches import Cut, Source
+from poise.runtime.slicing import Slicer, emptied
 from poise.torch.seeding import SeededDataset, Wanted
-from poise.torch.slicing import Slicer, emptied
 
 _END = object()
-
-Idle = Literal["empty", "repeat"]
-"""What a worker without a sample gets: an empty batch, or a sample twice at weight 0."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """This worker's share of a batch, before it is fetched."""
-
-    batch: Any
-    """What its source knows the batch by."""
-    wanted: Wanted
-    emptied: bool = False
-    """Whether the samples only stand in, and are taken out again."""
-
-
-class Source(Protocol):
-    """Where the batches of a loader come from."""
-
-    def __len__(self) -> int:
-        """Batches of a whole pass."""
-
-    def begin(self) -> Iterator[Cut]:
-        """Start a pass: its batches, some of them cut ahead of time."""
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Surround the fetching of a batch."""
-
-    def hand_out(self, batch: Any, contents: Any) -> None:
-        """A batch is about to be yielded, with these contents on this worker."""
-
-    def end(self) -> None:
-        """The pass is over."""
 
 
 class ShareLoader:
@@ -104,92 +65,7 @@ class ShareLoader:
         cut = self._cut
         for each in self._source.begin():
             cut.append(each)
-            yield each.wanted
-
-
-class TrainingSource:
-    """The rest of the epoch, from the first sample that is not consumed, under changing plans."""
-
-    def __init__(
-        self, run: Run, exchange: Exchange, orders: Orders, *, drop_last: bool, idle: Idle
-    ) -> None:
-        self._run = run
-        self._exchange = exchange
-        self._orders = orders
-        self._drop_last = drop_last
-        self._idle = idle
-        self._end = 0
-
-    def __len__(self) -> int:
-        """Batches of a whole pass with the global batch in effect."""
-        global_batch = self._run.plan.global_batch
-        return steps_per_epoch(len(self._orders), global_batch, drop_last=self._drop_last)
-
-    def begin(self) -> Iterator[Cut]:
-        """Start at the first sample that is not consumed."""
-        place = self._run.begin_pass()
-        self._exchange.begin_pass()
-        order = self._orders.at(place.epoch)
-        self._end = place.position
-        for batch in self._batches(order.length):
-            yield _cut(batch, order, self._run.cluster.worker, self._idle)
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Measure how long it takes."""
-        return self._run.loading()
-
-    def hand_out(self, batch: Batch, contents: Any) -> None:
-        """Note the batch, and tell the other workers where that is needed."""
-        self._run.hand_out(batch, contents)
-        self._exchange.post(batch)
-
-    def end(self) -> None:
-        """The epoch is over if all its samples are consumed."""
-        self._run.progress = self._run.progress.end_pass(self._end)
-
-    def _batches(self, length: int) -> Iterator[Batch]:
-        place = self._run.progress
-        for batch in batches(
-            self._exchange.plan_at,
-            length=length,
-            drop_last=self._drop_last,
-            epoch=place.epoch,
-            position=place.position,
-            step=place.step,
-        ):
-            self._end = batch.stop
-            yield batch
-
-
-class EvaluationSource:
-    """The data set once, in the loader's order, cut by the shares of the plan in effect."""
-
-    def __init__(self, run: Run, orders: Orders, *, global_batch: int, drop_last: bool) -> None:
-        self._run = run
-        self._orders = orders
-        self._global_batch = global_batch
-        self._drop_last = drop_last
-
-    def __len__(self) -> int:
-        return steps_per_epoch(len(self._orders), self._global_batch, drop_last=self._drop_last)
-
-    def begin(self) -> Iterator[Cut]:
-        """Start at the first sample."""
-        self._run.disturb()
-        plan = self._run.plan.scaled(self._global_batch)
-        order = self._orders.at(0)
-        for batch in batches(lambda _: plan, length=order.length, drop_last=self._drop_last):
-            yield _cut(batch, order, self._run.cluster.worker, "empty")
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Nothing is measured."""
-        return nullcontext()
-
-    def hand_out(self, batch: Batch, contents: Any) -> None:
-        """Nothing to note."""
-
-    def end(self) -> None:
-        """Nothing to note."""
+            yield Wanted(each.epoch, each.samples)
 
 
 class PerPass:
@@ -205,17 +81,6 @@ class PerPass:
 def lead(loader: DataLoader[Any]) -> int:
     """Return how many steps a loader cuts ahead of the one it yields."""
     return loader.num_workers * (loader.prefetch_factor or 0)
-
-
-def _cut(batch: Batch, order: Order | DrawnOrder, worker: int, idle: Idle) -> Cut:
-    """Return a worker's share of a batch; without a sample of its own it fetches the first."""
-    start, stop = batch.slice(worker)
-    if start < stop:
-        return Cut(batch, Wanted(batch.epoch, order.at(start, stop).tolist()))
-    stand_in = order.at(batch.start, batch.start + 1).tolist()
-    if idle == "empty":
-        return Cut(batch, Wanted(batch.epoch, stand_in), emptied=True)
-    return Cut(batch, Wanted(batch.epoch, stand_in * 2))
 
 
 def without_samples(batch: Any, slicer: Slicer | None) -> Any:

@@ -9,20 +9,19 @@ local batch goes on in parts of half the size, on this worker alone.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from poise.core.batch import Batch
 from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
-from poise.torch.gradient_sums import GradientSums
-from poise.torch.memory import Guard
+from poise.runtime.memory import Guard
+from poise.runtime.session import Session
+from poise.runtime.slicing import samples_left, sliced
 from poise.torch.module import Link
-from poise.torch.run import Run
-from poise.torch.slicing import Slicer, samples_left, sliced
+from poise.torch.part_gradients import PartGradients
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
 """What a RuntimeError says when an allocation fails: accelerators, CPU, and libraries on them."""
@@ -34,19 +33,28 @@ class MicroBatches:
 
     def __init__(
         self,
-        run: Run,
-        models: Sequence[tuple[nn.Module, Link]],
+        session: Session,
+        links: Sequence[Link],
         *,
         most_samples: int | None,
-        slicer: Slicer | None,
         guard: Guard,
+        prepared: Callable[[Any], None],
     ) -> None:
-        self._run = run
-        self._models = models
-        self._slicer = slicer
+        """Cut batches of a training.
+
+        Args:
+            session: the training.
+            links: what ties its models to the other workers.
+            most_samples: of one part; None: all of them, until that does not fit.
+            guard: knows what fits.
+            prepared: is called with each part before it runs.
+        """
+        self._session = session
+        self._links = links
+        self._slicer = session.settings.slicer
         self._guard = guard
+        self._prepared = prepared
         self._most = most_samples
-        """Samples of one part; None: all of them, until that does not fit."""
         self._told = False
         self._last: Batch | None = None
         """The batch that was taken in parts last."""
@@ -59,19 +67,20 @@ class MicroBatches:
 
     def of(self, batch: Any) -> Iterator["Part"]:
         """Yield the parts of the batch under way; then reduce their gradient."""
-        under_way = self._last = self._run.progress.batch_to_reduce()
-        samples = under_way.split[self._run.cluster.worker]
-        if samples and self._slicer is None and self._run.counts.by_function:
+        counts = self._session.peers.counts
+        under_way = self._last = self._session.progress.batch_to_reduce()
+        samples = under_way.split[self._session.generation.worker]
+        if samples and self._slicer is None and counts.by_function:
             samples = samples_left(batch, samples)
         self.unfinished = True
-        total = self._run.counts.own
-        sums = GradientSums(self._run, self._models)
+        total = counts.own
+        sums = PartGradients(self._session, self._links)
         self._guard.begin_parts()
         start, counted, tried, largest = 0, 0.0, 0, 0
         while start < max(samples, 1):
             stop = int(min(samples, start + self._most_samples()))
             contents = self._cut(batch, samples, start, stop)
-            self._run.let_size_vary(contents)
+            self._prepared(contents)
             count = self._count(contents, stop - start, samples) if total else 0.0
             part = Part(contents, sums, count / total if total else 0.0, samples=stop - start)
             del contents
@@ -112,9 +121,10 @@ class MicroBatches:
         return sliced(batch, samples, start, stop)
 
     def _count(self, contents: Any, samples: int, of: int) -> float:
-        if self._run.counts.by_function:
-            return self._run.counts.of(contents)
-        return self._run.counts.own * samples / of
+        counts = self._session.peers.counts
+        if counts.by_function:
+            return counts.of(contents)
+        return counts.own * samples / of
 
     def _tell(self, tried: int) -> None:
         """Say once that memory was short, and what to state to save the failed attempt."""
@@ -122,7 +132,7 @@ class MicroBatches:
             return
         self._told = True
         warnings.warn(
-            f"worker {self._run.cluster.worker} ran out of memory with {tried} samples at once "
+            f"worker {self._session.generation.worker} ran out of memory with {tried} samples at once "
             f"and goes on in parts of {self._most}; the gradient is the same. To start with "
             "this size, state it for this worker in Balancer(..., micro_batch=[...])",
             PoiseWarning,
@@ -133,7 +143,7 @@ class MicroBatches:
 class Part:
     """One part of a local batch: `with part as (x, y):` runs forward and backward on it."""
 
-    def __init__(self, contents: Any, sums: GradientSums, share: float, *, samples: int) -> None:
+    def __init__(self, contents: Any, sums: PartGradients, share: float, *, samples: int) -> None:
         self._contents = contents
         self._sums = sums
         self._share = share

@@ -1,7 +1,6 @@
 """The model as the user knows it, with gradients that are reduced over the workers."""
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -9,12 +8,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from poise.errors import InvalidSetting, OutOfOrder
-from poise.torch.liveness import Liveness
-from poise.torch.reduction import InnerHook, Reduction
-from poise.torch.run import Run, Tally
+from poise.errors import OutOfOrder
+from poise.runtime.session import Session
+from poise.torch.backwards import Tally, count_backwards
+from poise.torch.ddp_options import no_buffer_broadcast
+from poise.torch.gloo import disconnecting
+from poise.torch.gradient_sum import GradientSum
+from poise.torch.places import Places
+from poise.torch.settings import TorchSettings
 
-_OURS = {"module", "process_group", "broadcast_buffers", "forward_sync_buffers"}
 _OWN_NAMES = {"module", "_link", "training"}
 
 
@@ -22,14 +24,44 @@ _OWN_NAMES = {"module", "_link", "training"}
 class Link:
     """What ties a model to the other workers."""
 
+    model: nn.Module
+    """The user's."""
     ddp: nn.Module
     """DistributedDataParallel around the model; the model itself once released."""
-    reduction: Reduction
+    gradients: GradientSum
     tally: Tally
     counting: RemovableHandle
-    liveness: Liveness
+    session: Session
     alone: bool = False
     """Whether gradients stay on this worker for now: a part of a batch is under way."""
+
+    @staticmethod
+    def made(model: nn.Module, session: Session, places: Places, settings: TorchSettings) -> "Link":
+        """Wrap a model in DistributedDataParallel, and sum its gradients."""
+        # Gradients live in the buckets: this saves the copy back, as much as our weighting costs.
+        options = {"gradient_as_bucket_view": True, **no_buffer_broadcast(), **settings.ddp}
+        group = session.generation.gradients
+        ddp = DistributedDataParallel(model, process_group=group, **options)
+        return Link.adopted(ddp, session, places, settings)
+
+    @staticmethod
+    def adopted(
+        ddp: DistributedDataParallel, session: Session, places: Places, settings: TorchSettings
+    ) -> "Link":
+        """Sum the gradients of a DistributedDataParallel that somebody else made.
+
+        It must not have run yet, nor have a communication hook, and broadcast no buffers.
+        """
+        model, tally = ddp.module, Tally()
+        gradients = GradientSum(session, model, tally, places=places, inner=settings.inner)
+        ddp.register_comm_hook(None, gradients.hook)
+        counting = count_backwards(list(model.parameters()), tally)
+        return Link(model, ddp, gradients, tally, counting, session)
+
+    def release(self) -> None:
+        """Let go of the other workers: from now on there is the model alone."""
+        self.counting.remove()
+        self.ddp = self.model
 
 
 class SharedModule(nn.Module):
@@ -42,25 +74,10 @@ class SharedModule(nn.Module):
     module: nn.Module
     _link: Link
 
-    def __init__(
-        self,
-        model: nn.Module,
-        run: Run,
-        options: Mapping[str, Any],
-        inner: InnerHook | None = None,
-    ) -> None:
+    def __init__(self, link: Link) -> None:
         super().__init__()
-        self.module = model
-        # Gradients live in the buckets: this saves the copy back, as much as our weighting costs.
-        settings = {"gradient_as_bucket_view": True, **_no_buffer_broadcast(), **options}
-        ddp = DistributedDataParallel(model, process_group=run.cluster.gradients, **settings)
-        tally = Tally()
-        run.tallies.append(tally)
-        run.parameters.extend(model.parameters())
-        reduction = Reduction(run, model, tally, inner)
-        ddp.register_comm_hook(None, reduction.hook)
-        counting = count_backwards(list(model.parameters()), tally)
-        self.__dict__["_link"] = Link(ddp, reduction, tally, counting, run.liveness)
+        self.module = link.model
+        self.__dict__["_link"] = link
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, preparing the reduction that its backward will do.
@@ -70,11 +87,9 @@ class SharedModule(nn.Module):
         link = self._link
         if link.alone:
             return self.module(*args, **kwargs)
-        try:
+        liveness = link.session.peers.liveness
+        with liveness.naming(f"the forward of step {liveness.step}"), disconnecting():
             return link.ddp(*args, **kwargs)
-        except RuntimeError as error:
-            link.liveness.raise_if_lost(f"the forward of step {link.liveness.step}", error)
-            raise
 
     def no_sync(self) -> NoReturn:
         """Refuse what DistributedDataParallel offers for accumulating gradients by hand."""
@@ -83,11 +98,6 @@ class SharedModule(nn.Module):
             "unequal size; use `for part in balancer.micro_batches(batch):` and in it "
             "`with part as (x, y):`, which synchronizes once"
         )
-
-    def release(self) -> None:
-        """Let go of the other workers: from now on this is the model alone."""
-        self._link.counting.remove()
-        self._link.ddp = self.module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own state, with the model's own keys. Never communicates."""
@@ -120,35 +130,3 @@ class SharedModule(nn.Module):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
-
-
-def count_backwards(parameters: Sequence[nn.Parameter], tally: Tally) -> RemovableHandle:
-    """Count the backwards that reach a model, of which DDP passes some over in silence."""
-
-    def count(_: Tensor) -> None:
-        tally.backwards += 1
-
-    last = [parameter for parameter in parameters if parameter.requires_grad][-1]
-    handle: RemovableHandle = last.register_post_accumulate_grad_hook(count)
-    return handle
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise unless these options of DistributedDataParallel are the user's to set."""
-    ours = sorted(_OURS & set(options))
-    if ours:
-        raise InvalidSetting(f"ddp={{...}} sets {ours}, which Poise sets itself; leave them out")
-    known = set(inspect.signature(DistributedDataParallel).parameters)
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise InvalidSetting(
-            f"ddp={{...}} has {unknown}, which DistributedDataParallel does not know; "
-            "use its own argument names"
-        )
-
-
-def _no_buffer_broadcast() -> dict[str, Any]:
-    """Turn off DDP's broadcast of worker 0's buffers: it would undo the merged statistics."""
-    parameters = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
-    return {name: False}

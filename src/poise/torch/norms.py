@@ -13,32 +13,34 @@ look at are those of the worker that looks most seldom, and nothing has to be ag
 
 import math
 import statistics
-import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 
 from poise.core.noise import GroupSums
-from poise.core.observation import Observation
 from poise.core.timing import Floats
 from poise.errors import PoiseWarning
-from poise.torch.clocks import Clock
+from poise.runtime.clocks import Clock
+from poise.runtime.events import (
+    Applying,
+    BucketDone,
+    BucketReady,
+    Events,
+    HandedOut,
+    PartComputed,
+    Resumed,
+)
+from poise.runtime.peers import Peers
+from poise.runtime.rows import no_norms, norms_row
 
-_SUMS = slice(0, len(GroupSums._fields))
-_WHOLE, _CLIPPED = len(GroupSums._fields), len(GroupSums._fields) + 1
-WIDTH = len(GroupSums._fields) + 2
-"""Numbers in a row: sums over this worker's groups; on worker 0 the squared norm of the whole
-gradient, and whether it was clipped."""
 MOST_COST = 0.002
 """Part of a worker's time that looking may take."""
 _RAREST = 64
@@ -66,6 +68,22 @@ class _Group:
 
 
 @dataclass
+class _Whole:
+    """The gradient of the global batch, which worker 0 looks at."""
+
+    awaited: int = 0
+    """Buckets whose sum is awaited; on worker 0 alone."""
+    size: int = 0
+    """Numbers in all buckets."""
+    norms: list[Tensor] = field(default_factory=list)
+    """Of the buckets of the sum."""
+    used: list[Tensor] = field(default_factory=list)
+    """Norms of what optimizers got,"""
+    used_size: int = 0
+    """and how many numbers that were."""
+
+
+@dataclass
 class _Look:
     """One step that is looked at."""
 
@@ -78,23 +96,12 @@ class _Look:
     backwards: int = 0
     over: bool = False
     """Whether all buckets were handed over."""
-    sums: int = 0
-    """Buckets whose sum is awaited; on worker 0 alone."""
-    size: int = 0
-    """Numbers in all buckets."""
-    whole: list[Tensor] = field(default_factory=list)
-    """Norms of the buckets of the sum."""
-    used: list[Tensor] = field(default_factory=list)
-    """Norms of what optimizers got,"""
-    used_size: int = 0
-    """and how many numbers that were."""
-    kept: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    """The buckets, with what they hold, until a later step is there to be compared."""
+    whole: _Whole = field(default_factory=_Whole)
     before: "_Look | None" = None
     """An earlier step, if the two are compared,"""
     products: list[Tensor] = field(default_factory=list)
     """and the products of their buckets."""
-    stamps: list[tuple[Any, Any]] = field(default_factory=list)
+    marks: list[tuple[Any, Any]] = field(default_factory=list)
     """Before and after all that looking took."""
 
     def unscaled(self, norm: float) -> float:
@@ -109,79 +116,129 @@ class _Look:
         return sums
 
 
+class Budget:
+    """How often to look, so that it takes less than a hundredth of the worker's time."""
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._costs_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._begun_s = math.inf
+        self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
+        """How long the last steps took from the batch to the optimizer, by the host's clock."""
+
+    def begin(self, now_s: float) -> None:
+        """A step begins."""
+        self._begun_s = now_s
+
+    def end(self, now_s: float) -> None:
+        """Its gradient is about to be used, perhaps by the first optimizer of several."""
+        if self._begun_s < math.inf:
+            self._steps_s.append(now_s - self._begun_s)
+            self._begun_s = math.inf
+
+    def allows(self, step: int) -> bool:
+        """Whether a step is one of those to look at."""
+        return _mixed(step) % self._every == 0
+
+    def spend(self, cost_s: float) -> None:
+        """A look took so long."""
+        self._costs_s.append(cost_s)
+        if self._steps_s:
+            step_s = statistics.median(self._steps_s)
+            dear = statistics.median(self._costs_s) / (MOST_COST * step_s)
+            self._every = min(2 ** max(0, math.ceil(math.log2(max(dear, 1e-9)))), _RAREST)
+
+
 class Norms:
     """Looks at the gradients of some steps of one worker."""
 
-    def __init__(
-        self, clock: Clock, device: torch.device, *, worker: int, workers: int, scaler: Any
-    ) -> None:
+    def __init__(self, clock: Clock, device: torch.device, peers: Peers, scaler: Any) -> None:
         """Look at nothing yet.
 
         Args:
             clock: of the device that computes.
             device: where the gradients are.
-            worker: this worker's number.
-            workers: how many there are.
+            peers: who trains together, and what counts.
             scaler: the GradScaler of the training, or None.
         """
         self._clock = clock
         self._device = device
-        self._sees_the_sum = worker == 0
-        self._alone = workers == 1
+        self._peers = peers
         self._scaler = scaler
+        self._budget = Budget()
         self._looks: deque[_Look] = deque(maxlen=_KEPT)
         self._now: _Look | None = None
-        self._every = 1
-        self._costs_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._awaited: dict[int, _Look] = {}
+        """By the numbers of buckets, the looks that wait for their sums."""
         self._first: _Look | None = None
-        """On a worker that trains alone, a look that waits for another to be compared with."""
-        self._begun_s = math.inf
-        self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
-        """How long the last steps took from the batch to the optimizer, by the host's clock."""
+        """On a worker that trains alone, a look that waits for another to be compared with,"""
+        self._kept: list[tuple[list[int], Tensor]] = []
+        """and its buckets, with what they hold."""
         self._told = False
 
-    def forget(self) -> None:
+    def listen(self, events: Events) -> None:
+        """Hear of gradients."""
+        events.on(Resumed, self._forget)
+        events.on(HandedOut, self._begin)
+        events.on(PartComputed, self._part)
+        events.on(BucketReady, self._bucket)
+        events.on(BucketDone, self._summed_bucket)
+        events.on(Applying, self._used)
+
+    def row(self, step: int) -> Floats:
+        """Return what is known of a step that is over; NaN where it was not looked at."""
+        look = next((each for each in self._looks if each.step == step), None)
+        if look is None or not self._is_known(look):
+            return no_norms()
+        self._budget.spend(sum(self._clock.between_s(start, end) for start, end in look.marks))
+        found = self._compared(look) if look.products else self._summed(look)
+        if found is None or not all(math.isfinite(number) for number in found):
+            return no_norms()
+        return norms_row(found, self._clipped(look))
+
+    @property
+    def _sees_the_sum(self) -> bool:
+        return self._peers.generation.worker == 0
+
+    @property
+    def _alone(self) -> bool:
+        return self._peers.generation.workers == 1
+
+    def _forget(self, _: Resumed) -> None:
         """Training goes on at another place."""
         self._looks.clear()
+        self._awaited.clear()
         self._now = self._first = None
 
-    def begin(self, step: int, samples: int, *, fresh: bool) -> None:
-        """A batch is handed out.
-
-        Args:
-            step: its number.
-            samples: this worker's part of it.
-            fresh: whether the gradient starts from nothing; otherwise that of the batch before is
-                part of it, and says nothing of this one.
-        """
-        self._begun_s = time.perf_counter()
+    def _begin(self, event: HandedOut) -> None:
+        """A batch is handed out; an accumulated gradient says nothing of this one."""
+        self._budget.begin(event.stamp.host_s)
         self._now = None
-        if not fresh:
+        if not event.fresh:
             return
         first, self._first = self._first, None
-        if first is not None and step - first.step > _NEAR:
-            first.kept.clear()
+        if first is not None and event.step - first.step > _NEAR:
+            self._kept.clear()
             first = None
-        if first is not None or _mixed(step) % self._every == 0:
-            look = _Look(step, samples, None, before=first)
+        if first is not None or self._budget.allows(event.step):
+            look = _Look(event.step, event.samples, None, before=first)
             with self._timed(look):
                 look.loss_scale = self._loss_scale()
             self._looks.append(look)
             self._now = look
 
-    def part(self, gradients: Sequence[Tensor], count: float, samples: int) -> None:
-        """The gradient of a part of the local batch is there, not weighted yet."""
+    def _part(self, event: PartComputed) -> None:
         look = self._now
         if look is None:
             return
         look.in_parts = True
-        if count:
+        if event.count:
             with self._timed(look):
-                look.groups.append(_Group(count, samples, _lengths(gradients)))
+                group = _Group(event.count, event.samples, _lengths(event.gradients))
+                look.groups.append(group)
 
-    def bucket(self, bucket: GradBucket, count: float) -> None:
-        """A bucket of this worker's gradient is handed over, not weighted yet."""
-        look = self._now
+    def _bucket(self, event: BucketReady) -> None:
+        look, bucket = self._now, event.bucket
         if look is None:
             return
         gradient, first = bucket.buffer(), bucket.index() == 0
@@ -191,8 +248,11 @@ class Norms:
             self._now = None
             return
         look.over = bucket.is_last()
-        look.sums += self._sees_the_sum
-        look.size += gradient.numel()
+        look.whole.size += gradient.numel()
+        if self._sees_the_sum:
+            look.whole.awaited += 1
+            self._awaited[event.number] = look
+        count = self._peers.counts.own
         if first and count and not look.in_parts:
             look.groups.append(_Group(count, look.samples))
         with self._timed(look):
@@ -201,70 +261,37 @@ class Norms:
             if self._alone and len(look.groups) == 1:
                 self._compare(look, bucket)
 
-    def watched(self, summed: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return what reads the sum of the bucket handed over last, and looks at it on the way."""
-        look = self._now
-        if look is None or not self._sees_the_sum:
-            return summed
-
-        def looking() -> Tensor:
-            gradient = summed()
+    def _summed_bucket(self, event: BucketDone) -> None:
+        look = self._awaited.pop(event.number, None)
+        if look is not None:
             with self._timed(look):
-                look.whole.append(_number(_length(gradient)))
-            return gradient
+                look.whole.norms.append(_number(_length(event.gradient)))
 
-        return looking
-
-    def used(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to use its gradients."""
-        if self._begun_s < math.inf:
-            self._steps_s.append(time.perf_counter() - self._begun_s)
-            self._begun_s = math.inf
+    def _used(self, event: Applying) -> None:
+        self._budget.end(event.stamp.host_s)
         look = self._now
         if look is None or look is self._first or not (self._sees_the_sum and look.over):
             return
         with self._timed(look):
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            parameters = (p for group in event.optimizer.param_groups for p in group["params"])
             gradients = [p.grad for p in parameters if p.grad is not None]
-            look.used += _lengths(gradients)
-            look.used_size += sum(gradient.numel() for gradient in gradients)
-
-    def row(self, step: int) -> Floats:
-        """Return what is known of a step that is over; NaN where it was not looked at."""
-        row = np.full(WIDTH, np.nan)
-        look = next((each for each in self._looks if each.step == step), None)
-        if look is None or not self._is_known(look):
-            return row
-        cost_s = sum(self._clock.between_s(start, end) for start, end in look.stamps)
-        self._pace(cost_s)
-        found = self._compared(look) if look.products else self._summed(look)
-        if found is not None and all(math.isfinite(number) for number in found):
-            row[: len(found)] = found
-            row[_CLIPPED] = self._clipped(look)
-        return row
+            look.whole.used += _lengths(gradients)
+            look.whole.used_size += sum(gradient.numel() for gradient in gradients)
 
     def _is_known(self, look: _Look) -> bool:
         looks = [look] if look.before is None else [look, look.before]
         return all(
             each.over
-            and len(each.whole) == each.sums
-            and all(self._clock.passed(end) for _, end in each.stamps)
+            and len(each.whole.norms) == each.whole.awaited
+            and all(self._clock.passed(end) for _, end in each.marks)
             for each in looks
         )
-
-    def _pace(self, cost_s: float) -> None:
-        """Look as often as its cost allows."""
-        self._costs_s.append(cost_s)
-        if self._steps_s:
-            step_s = statistics.median(self._steps_s)
-            dear = statistics.median(self._costs_s) / (MOST_COST * step_s)
-            self._every = min(2 ** max(0, math.ceil(math.log2(max(dear, 1e-9)))), _RAREST)
 
     def _summed(self, look: _Look) -> list[float] | None:
         """Return the sums over the groups and, on worker 0, the squared norm of the whole."""
         if self._alone and len(look.groups) == 1:
             return None
-        whole = look.unscaled(_norm(look.whole)) ** 2
+        whole = look.unscaled(_norm(look.whole.norms)) ** 2
         return [*look.group_sums(), *([whole] if self._sees_the_sum else [])]
 
     def _compare(self, look: _Look, bucket: GradBucket) -> None:
@@ -272,10 +299,12 @@ class Norms:
         gradient = bucket.buffer().detach()
         members = [id(parameter) for parameter in bucket.parameters()]
         if look.before is None:
-            look.kept.append((members, gradient.clone()))
+            if bucket.index() == 0:
+                self._kept.clear()
+            self._kept.append((members, gradient.clone()))
             self._first = look if look.over else None
             return
-        kept, number = look.before.kept, len(look.products)
+        kept, number = self._kept, len(look.products)
         if number < len(kept) and kept[number][0] == members and not gradient.is_sparse:
             wide = _wide(gradient)
             product = torch.dot(kept[number][1].to(wide), gradient.to(wide))
@@ -303,8 +332,9 @@ class Norms:
 
     def _clipped(self, look: _Look) -> float:
         """Return whether the optimizer got less than the whole gradient; NaN: not known."""
-        used, whole = _norm(look.used), _norm(look.whole)
-        if look.used_size != look.size or not (0 < used < math.inf and 0 < whole < math.inf):
+        used, whole = _norm(look.whole.used), _norm(look.whole.norms)
+        complete = look.whole.used_size == look.whole.size
+        if not complete or not (0 < used < math.inf and 0 < whole < math.inf):
             return math.nan  # another optimizer has the rest, or nothing is there
         ratio = look.unscaled(whole) / used
         doublings = round(math.log2(ratio))
@@ -332,22 +362,9 @@ class Norms:
 
     @contextmanager
     def _timed(self, look: _Look) -> Iterator[None]:
-        start = self._clock.stamp()
+        start = self._clock.mark()
         yield
-        look.stamps.append((start, self._clock.stamp()))
-
-
-def with_norms(seen: Observation, rows: Floats) -> Observation:
-    """Return a step with what the workers saw of its gradients, from a row of each."""
-    if np.isnan(rows).all():
-        return seen
-    whole, clipped = rows[0, _WHOLE], rows[0, _CLIPPED]
-    return replace(
-        seen,
-        group_sums=rows[:, _SUMS],
-        global_sqnorm=None if np.isnan(whole) else float(whole),
-        clipped=None if np.isnan(clipped) else bool(clipped),
-    )
+        look.marks.append((start, self._clock.mark()))
 
 
 def _mixed(step: int) -> int:

@@ -1,169 +1,26 @@
-"""What a user may state when a Balancer is made, checked before anything starts."""
+"""What a user may state when a Balancer is made, with what only DistributedDataParallel knows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from os import PathLike
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any
 
-from poise.core.learning_rate import RULES, unknown_rule
-from poise.core.order import check_seed
-from poise.engine.adaptation import Adaptation
-from poise.errors import InvalidSetting
-from poise.policy import Policy, policy_named
-from poise.torch.counts import CountFunction
-from poise.torch.loader import Idle
-from poise.torch.module import check_options
-from poise.torch.reduction import InnerHook
-from poise.torch.slicing import Slicer
+from poise.runtime.settings import Settings, checked_settings
+from poise.torch.ddp_options import check_options
+from poise.torch.gradient_sum import InnerHook
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TorchSettings(Settings):
     """What the user stated; `Balancer` says what each means."""
 
-    global_batch: int
-    policy: Policy
-    adapt: Adaptation | None
-    rule: str | None
-    scaler: Any
-    seed: int
-    count: CountFunction | None
-    micro_batch: Any
-    slicer: Slicer | None
-    idle: Idle
     ddp: Mapping[str, Any]
     inner: InnerHook | None
-    hang_s: float | None
-    record: str | PathLike[str] | None
-
-    @property
-    def recorded(self) -> bool:
-        """Whether a record is written."""
-        return self.record is not None
-
-    def unrecorded(self) -> "Settings":
-        """Return the same settings without a record."""
-        return replace(self, record=None)
 
 
-def checked_settings(
-    *,
-    global_batch: Any,
-    policy: object,
-    adapt: object,
-    rate: Any,
-    scaler: Any,
-    seed: int,
-    count: Any,
-    micro_batch: Any,
-    slicer: Any,
-    idle: Any,
-    ddp: Mapping[str, Any] | None,
-    comm_hook: Any,
-    hang_s: Any,
-    record: str | PathLike[str] | None,
-) -> Settings:
+def checked_torch_settings(
+    *, ddp: Mapping[str, Any] | None, comm_hook: Any, **stated: Any
+) -> TorchSettings:
     """Return the settings, or raise if one cannot be."""
-    check_numbers(global_batch, idle, hang_s)
-    check_functions(count=count, slicer=slicer)
-    check_seed(seed)
+    common = checked_settings(**stated)
     check_options(ddp or {})
-    return Settings(
-        global_batch=global_batch,
-        policy=checked_policy(policy),
-        adapt=checked_adaptation(adapt, rate, scaler),
-        rule=rate,
-        scaler=scaler,
-        seed=seed,
-        count=count,
-        micro_batch=micro_batch,
-        slicer=slicer,
-        idle=idle,
-        ddp=dict(ddp or {}),
-        inner=InnerHook.of(comm_hook),
-        hang_s=hang_s,
-        record=record,
-    )
-
-
-def check_numbers(global_batch: object, idle: object, hang_s: object) -> None:
-    """Raise unless sizes, names and times are what they should be."""
-    if not is_number_of_samples(global_batch):
-        raise InvalidSetting(
-            f"global_batch={global_batch!r} is not a number of samples; give a whole number from 1"
-        )
-    if idle not in ("empty", "repeat"):
-        raise InvalidSetting(f'idle={idle!r} is unknown; use "empty" or "repeat"')
-    number = isinstance(hang_s, int | float) and not isinstance(hang_s, bool)
-    if hang_s is not None and not (number and 0 < hang_s < float("inf")):  # type: ignore[operator]
-        raise InvalidSetting(f"hang_s={hang_s!r} is not a time; give seconds above 0, or None")
-
-
-def checked_adaptation(adapt: object, rate: object, scaler: object) -> Adaptation | None:
-    """Return in which range the global batch may move; None: it stays as it is."""
-    if rate is not None and adapt is None:
-        raise InvalidSetting(
-            f"rate={rate!r} says how the learning rate follows the global batch, which stays as it "
-            "is; leave rate out, or let the global batch move: adapt=(lowest, highest)"
-        )
-    if rate is not None and rate not in RULES:
-        raise unknown_rule("rate", rate)
-    wanted = ("scale", "is_enabled")
-    if scaler is not None and (
-        isinstance(scaler, type)
-        or not all(callable(getattr(scaler, name, None)) for name in wanted)
-    ):
-        raise InvalidSetting(
-            f"scaler={scaler!r} is no GradScaler; give the one that scales the losses, or None"
-        )
-    match adapt:
-        case None:
-            return None
-        case (lowest, highest) if is_number_of_samples(lowest) and is_number_of_samples(highest):
-            return Adaptation(lowest=lowest, highest=highest)
-    raise InvalidSetting(
-        f"adapt={adapt!r} is no range of global batches; give two whole numbers from 1, such "
-        "as adapt=(64, 4096)"
-    )
-
-
-def check_functions(**functions: object) -> None:
-    """Raise unless each setting is a function or None."""
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
-
-
-def checked_policy(policy: object) -> Policy:
-    """Return the policy of a name or a policy object, or raise."""
-    if isinstance(policy, str):
-        policy = policy_named(policy)
-    if isinstance(policy, type) or not isinstance(policy, Policy):
-        raise InvalidSetting(
-            f"policy={policy!r} is not a policy; "
-            'use a name such as "even", Fixed([...]), or an object with init and update'
-        )
-    return policy
-
-
-def most_samples(micro_batch: Any, worker: int, workers: int) -> int | None:
-    """Return the largest part of a local batch on this worker, as `micro_batch` says."""
-    each_one = isinstance(micro_batch, list | tuple)
-    stated: list[int | None] = list(micro_batch) if each_one else [micro_batch] * workers
-    if len(stated) != workers:
-        raise InvalidSetting(
-            f"micro_batch={micro_batch!r} does not fit {workers} workers; "
-            "give one number, or one for each worker"
-        )
-    for most in stated:
-        if most is not None and not is_number_of_samples(most):
-            raise InvalidSetting(
-                f"micro_batch={micro_batch!r} has {most!r}, which is not a number of samples; "
-                "give whole numbers from 1, or None for no limit"
-            )
-    return stated[worker]
-
-
-def is_number_of_samples(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number from 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return TorchSettings(**vars(common), ddp=dict(ddp or {}), inner=InnerHook.of(comm_hook))

@@ -1,67 +1,33 @@
-"""Loaders of streams: an IterableDataset of which every worker reads its own part.
-
-Nobody knows beforehand how many samples a part has. So each worker takes as many as its plan
-says, or as are left, and the workers tell each other how many that were: these are the counts of
-the step. A worker whose part is exhausted goes on with weight 0 until all are.
-"""
+"""A DataLoader of a stream: an IterableDataset of which every worker reads its own part."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from poise.core.batch import Batch
-from poise.core.plan import Plan
 from poise.errors import InvalidSetting
-from poise.torch.control import Control
-from poise.torch.exchange import Exchange
+from poise.runtime.batches import StreamBatches
+from poise.runtime.slicing import Slicer
 from poise.torch.loader import PerPass, settings_kept, without_samples
-from poise.torch.run import Run
-from poise.torch.slicing import Slicer
-
-
-class Pace(Protocol):
-    """How many samples each step of a stream takes, and what is noted of it."""
-
-    def begin(self, *, resumed: bool) -> tuple[int, int, int]:
-        """Start a pass; return its epoch, and the step and position at which it starts.
-
-        Unless it is resumed, a stream starts at its beginning, and so does the epoch.
-        """
-
-    def plan_at(self, step: int) -> Plan:
-        """Return the plan of a step that is about to be asked for."""
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Surround the fetching of a batch."""
-
-    def hand_out(self, batch: Batch, contents: Any) -> None:
-        """A batch is about to be yielded, with these contents on this worker."""
-
-    def end(self) -> None:
-        """All parts are exhausted."""
+from poise.torch.torch_private import with_batch_sampler
 
 
 class StreamLoader:
     """A DataLoader that yields this worker's part of a stream, by the sizes of its plan."""
 
     def __init__(
-        self, loader: DataLoader[Any], pace: Pace, control: Control, slicer: Slicer | None
+        self, loader: DataLoader[Any], batches: StreamBatches, slicer: Slicer | None
     ) -> None:
         self.dataset = loader.dataset
         self._users = loader
-        self._pace = pace
-        self._control = control
+        self._batches = batches
         self._slicer = slicer
         self._first = _FirstPass(loader.worker_init_fn)
         self._resumed = False
         self._left = False
         """Whether a pass has begun and not come to its end."""
         self._beginning = deepcopy(_state_of(self.dataset))
-        self._start = 0
         self._loader = self._made()
         self.states: dict[int, Any] = {}
         """Where each loader process stands after the last batch handed out, if it can say."""
@@ -76,8 +42,7 @@ class StreamLoader:
         self._resumed = False
         if not resumed:
             self._begin_anew()
-        epoch, step, position = self._pace.begin(resumed=resumed)
-        self._start = step
+        epoch = self._batches.begin(resumed=resumed)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._left = True
@@ -86,15 +51,11 @@ class StreamLoader:
         form: Any = None
         exhausted = False
         while True:
-            # Also when nothing is asked for any more: all workers follow the plans alike.
-            self._pace.plan_at(step)
-            with self._pace.loading():
+            with self._batches.loading():
                 fetched: Fetched | None = None if exhausted else next(fetching, None)
             exhausted = fetched is None
-            samples = 0 if fetched is None else fetched.samples
-            taken = self._control.table([samples], f"step {step} of the stream")
-            split = tuple(int(row[0]) for row in taken)
-            if not any(split):
+            batch = self._batches.agreed(0 if fetched is None else fetched.samples)
+            if batch is None:
                 break
             self._note(fetched)
             if fetched is not None:
@@ -102,13 +63,11 @@ class StreamLoader:
             else:
                 form = self._form() if form is None else form
                 contents = without_samples(form, self._slicer)
-            batch = Batch(step=step, epoch=epoch, start=position, split=split)
-            self._pace.hand_out(batch, contents)
+            self._batches.hand_out(batch, contents)
             yield contents
-            step, position = batch.step + 1, batch.stop
         self.states, self.states_before = {}, {}
         self._left = False
-        self._pace.end()
+        self._batches.end()
 
     def resume(self, states: dict[int, Any]) -> None:
         """Let the next pass go on where each loader process stood."""
@@ -138,7 +97,7 @@ class StreamLoader:
             if sample is not None:
                 return self._users.collate_fn([sample])
         raise InvalidSetting(
-            f"worker {self._control.worker}'s part of the stream has no sample at all, so no "
+            f"worker {self._batches.worker}'s part of the stream has no sample at all, so no "
             "empty batch of its form can be made; give every worker at least one sample"
         )
 
@@ -156,19 +115,11 @@ class StreamLoader:
             worker_init_fn=self._first,
             **settings_kept(self._users),
         )
-        # DataLoader refuses batches of changing size for streams, though its fetcher takes as
-        # many samples as it is asked for.
-        object.__setattr__(loader, "batch_sampler", PerPass(self._asked))
-        return loader
+        return with_batch_sampler(loader, PerPass(self._asked))
 
     def _asked(self) -> Iterator[list[int]]:
-        """Ask for each step's samples; runs ahead of the yields by the loader's lead.
-
-        A share of 0 asks for one sample all the same: nobody else can read this worker's part.
-        """
-        for step in count(self._start):
-            share = self._pace.plan_at(step).split[self._control.worker]
-            yield [0] * max(1, share)
+        """Ask for each step's samples; what they are called does not matter."""
+        return ([0] * samples for samples in self._batches.asked())
 
 
 class Fetched(NamedTuple):
@@ -217,66 +168,3 @@ class _FirstPass:
             info = get_worker_info()
             assert info is not None
             info.dataset.load_state_dict(self.states[process])  # type: ignore[attr-defined]
-
-
-class TrainingPace:
-    """The steps of a training."""
-
-    def __init__(self, run: Run, exchange: Exchange) -> None:
-        self._run = run
-        self._exchange = exchange
-        self._end = 0
-
-    def begin(self, *, resumed: bool) -> tuple[int, int, int]:
-        """Start where training stands, or with the next epoch if this one was left early."""
-        if self._run.progress.position and not resumed:
-            self._run.progress = self._run.progress.next_epoch()
-        place = self._run.begin_pass()
-        self._exchange.begin_pass()
-        self._end = place.position
-        return place.epoch, place.step, place.position
-
-    def plan_at(self, step: int) -> Plan:
-        """Return the plan of a step."""
-        return self._exchange.plan_at(step)
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Measure how long it takes."""
-        return self._run.loading()
-
-    def hand_out(self, batch: Batch, contents: Any) -> None:
-        """Note the batch, and tell the other workers where that is needed."""
-        self._end = batch.stop
-        self._run.hand_out(batch, contents)
-        self._exchange.post(batch)
-
-    def end(self) -> None:
-        """The epoch is over if all its samples are consumed."""
-        self._run.progress = self._run.progress.end_pass(self._end)
-
-
-class EvaluationPace:
-    """The steps of an evaluation, by the shares of the plan in effect."""
-
-    def __init__(self, run: Run, global_batch: int) -> None:
-        self._run = run
-        self._global_batch = global_batch
-
-    def begin(self, *, resumed: bool) -> tuple[int, int, int]:
-        """Start at the beginning."""
-        self._run.disturb()
-        return 0, 0, 0
-
-    def plan_at(self, step: int) -> Plan:
-        """Return the plan in effect, for the evaluation's own batch size."""
-        return self._run.plan.scaled(self._global_batch)
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Nothing is measured."""
-        return nullcontext()
-
-    def hand_out(self, batch: Batch, contents: Any) -> None:
-        """Nothing to note."""
-
-    def end(self) -> None:
-        """Nothing to note."""

@@ -6,19 +6,23 @@ The weights are those of `poise.core.weight`: c_i / C, and no further division.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future, collect_all
-from torch.nn.modules.batchnorm import _NormBase
 
-from poise.core.batch import Batch
 from poise.core.weight import averaged
-from poise.errors import Disagreement, InvalidSetting
-from poise.torch.run import Run, Tally
+from poise.errors import InvalidSetting, WorkerLost
+from poise.runtime.clocks import Stamp, Stopwatch
+from poise.runtime.events import BucketDone, BucketReady, HandedOut
+from poise.runtime.session import Session
+from poise.torch.backwards import Tally
+from poise.torch.gloo import disconnecting, disconnection
+from poise.torch.places import Places
+from poise.torch.running_statistics import RunningStatistics
 
 
 @dataclass(frozen=True)
@@ -46,71 +50,94 @@ class InnerHook:
         return InnerHook(call, state)
 
 
-class Reduction:
-    """The communication hook of DistributedDataParallel.
+_numbers = count()
+"""Tells the buckets of all trainings in this process apart."""
+
+
+class GradientSum:
+    """Sums one model's gradients over the workers of a generation: scale before, sum, tell.
 
     DDP calls `hook` for each bucket of gradients during backward, in the same order on every
-    worker; so do micro-batches, after their last part. An exception that leaves it reaches the
-    user from `loss.backward()`.
+    worker; so do micro-batches, after their last part. The sum is over the generation's group,
+    whichever group DDP itself was made with. An exception that leaves the hook reaches the user
+    from `loss.backward()`.
     """
 
     def __init__(
-        self, run: Run, model: torch.nn.Module, tally: Tally, inner: InnerHook | None
+        self,
+        session: Session,
+        model: nn.Module,
+        tally: Tally,
+        *,
+        places: Places,
+        inner: InnerHook | None = None,
     ) -> None:
-        self._run = run
+        self._session = session
         self._tally = tally
+        self._places = places
         self._inner = inner
         self._statistics = RunningStatistics(model)
         self._layout: type | None = None
         """Where the buckets of a hook with a state come from."""
-        self._backward = _Backward(step=0, weights=(1.0,), worker=0)
+        self._backward = _Backward(0, (1.0,), 0, session.stopwatch, on_cpu=True)
+        session.events.on(HandedOut, lambda _: tally.clear())
 
     def hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """Weight one bucket by this batch's own counts, and sum it over the workers."""
-        first = bucket.index() == 0
-        meter = self._run.meter
-        timed = None if meter is None else meter.ready(first=first)
+        events, first = self._session.events, bucket.index() == 0
+        watched = events.heard(BucketReady)
+        ready = self._session.stopwatch.stamp() if watched else None
         if first:
             self._backward = self._begin(bucket.buffer().device)
-        norms = self._run.norms
-        if norms is not None:
-            norms.bucket(bucket, self._run.counts.own)
+        backward, number = self._backward, next(_numbers)
+        if ready is not None:
+            events.tell(BucketReady(backward.step, ready, number, bucket, first))
         summed = self._launch_bucket(bucket)
-        if norms is not None:
-            summed = norms.watched(summed)
-        if meter is not None and timed is not None:
-            self._backward.sums[-1].add_done_callback(lambda _: meter.done(timed))
+        if watched:
+            backward.sums[-1].add_done_callback(partial(backward.arrive, number))
+            summed = partial(self._told, backward, number, summed)
         if not bucket.is_last():
-            return self._when_all_are_summed(summed)
+            return backward.when_all_are_summed(summed)
         statistics = self._statistics.read()
         for part in statistics:
             self._launch(part)
 
         def finish() -> Tensor:
             self._statistics.write(statistics)
-            self._run.reduced()
-            return summed()
+            gradient = summed()
+            self._session.reduced(backward.step, backward.last or self._session.stopwatch.stamp(), backward.weights)
+            return gradient
 
-        future = self._when_all_are_summed(finish)
-        collect_all(self._backward.sums).add_done_callback(partial(self._look, self._backward))
+        future = backward.when_all_are_summed(finish)
+        collect_all(backward.sums).add_done_callback(partial(self._look, backward))
         return future
 
     def wait(self, future: Future[Tensor]) -> Tensor:
         """Return the sum that a call of `hook` promised; an error keeps its type."""
-        error = None if self._run.cluster.on_accelerator else self._backward.outcome.wait()
+        error = self._backward.outcome.wait() if self._backward.on_cpu else None
         if error is not None:
             raise error
         return future.wait()
 
     def _begin(self, device: torch.device) -> "_Backward":
         """Find the batch that this backward belongs to."""
-        batch = self._run.progress.batch_to_reduce()
-        self._run.liveness.reductions += 1
+        batch = self._session.reducing()
         self._tally.reduced += 1
-        if not self._run.compared:
-            self._compare_places(batch, device)
-            self._run.compared = True
-        return _Backward(batch.step, self._run.counts.weights(), self._run.cluster.worker)
+        self._places.compare_once(batch, device)
+        return _Backward(
+            batch.step,
+            self._session.peers.counts.weights(),
+            self._session.generation.worker,
+            self._session.stopwatch,
+            on_cpu=device.type == "cpu",
+        )
+
+    def _told(self, backward: "_Backward", number: int, summed: Callable[[], Tensor]) -> Tensor:
+        """Return the sum of a bucket, and tell of it."""
+        gradient = summed()
+        arrived = backward.arrived.get(number) or self._session.stopwatch.stamp()
+        self._session.events.tell(BucketDone(backward.step, arrived, number, gradient))
+        return gradient
 
     def _launch_bucket(self, bucket: GradBucket) -> Callable[[], Tensor]:
         """Start the sum of a bucket; return what reads it when it is done."""
@@ -118,22 +145,19 @@ class Reduction:
         if self._inner is None:
             self._launch(gradient)
             return lambda: gradient
-        backward = self._backward
+        backward, liveness = self._backward, self._session.peers.liveness
         scaling = averaged(backward.weights, backward.worker)
         if self._inner.state is not None:
             self._check_layout(bucket)
         _scale(gradient, scaling.before)
-        group = self._run.cluster.gradients
+        group = self._session.generation.gradients
         state = group if self._inner.state is None else self._inner.state
-        try:
+        with liveness.naming(backward.doing), disconnecting():
             future = self._inner.call(state, bucket)
-        except RuntimeError as error:
-            self._run.liveness.raise_if_lost(backward.doing, error)
-            raise
         if self._inner.state is not None:
             # Such hooks (PowerSGD) post further sums when the first is done, which must not
             # cross with those of the next bucket.
-            with self._run.liveness.watch(backward.doing):
+            with liveness.watch(backward.doing), disconnecting():
                 future.wait()
         backward.sums.append(future)
 
@@ -158,16 +182,10 @@ class Reduction:
         _scale(part, backward.weight)
         try:
             # The group's own call: torch.distributed.all_reduce takes half as much time again.
-            work = self._run.cluster.gradients.allreduce([part])
+            work = self._session.generation.gradients.allreduce([part])
         except RuntimeError as error:
-            raise self._run.liveness.lost(backward.doing, error) from error
+            raise self._lost(backward, error) from error
         backward.sums.append(work.get_future())
-
-    def _when_all_are_summed(self, finish: Callable[[], Tensor]) -> Future[Tensor]:
-        """Return a future of finish(), or of an error that names the worker that is lost."""
-        if self._run.cluster.on_accelerator:
-            return self._backward.sums[-1].then(lambda _: finish())
-        return self._backward.outcome.then(partial(_result, finish))
 
     def _look(self, backward: "_Backward", all_sums: Future[list[Future[Any]]]) -> None:
         """Pass an error on; a failed sum reaches a callback of this kind, but never `then`."""
@@ -175,24 +193,12 @@ class Reduction:
             for each in all_sums.value():
                 each.value()
         except RuntimeError as error:
-            backward.outcome.set_result(self._run.liveness.lost(backward.doing, error))
+            backward.outcome.set_result(self._lost(backward, error))
         else:
             backward.outcome.set_result(None)
 
-    def _compare_places(self, batch: Batch, device: torch.device) -> None:
-        """Raise unless all workers are at the same place; once in each pass over the loader."""
-        names = ("epoch", "position", "step")
-        place = torch.tensor([batch.epoch, batch.start, batch.step], device=device)
-        extremes = torch.cat([place, -place])
-        with self._run.liveness.watch(f"the reduction of step {batch.step}"):
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._run.cluster.gradients)
-        largest, smallest = extremes.view(2, -1).tolist()
-        for name, high, low in zip(names, largest, smallest, strict=True):
-            if high != -low:
-                raise Disagreement(
-                    f"workers are at different places: {name} {-low} on one, {high} on another; "
-                    "load the same state on every worker and let all take the same steps"
-                )
+    def _lost(self, backward: "_Backward", error: RuntimeError) -> WorkerLost:
+        return self._session.peers.liveness.lost(backward.doing, disconnection(error))
 
 
 @dataclass
@@ -203,8 +209,14 @@ class _Backward:
     weights: tuple[float, ...]
     """Every worker's factor in the gradient."""
     worker: int
+    stopwatch: Stopwatch
+    on_cpu: bool
     sums: list[Future[Any]] = field(default_factory=list)
     """The sums started so far."""
+    arrived: dict[int, Stamp] = field(default_factory=dict)
+    """When the sum of each bucket was there."""
+    last: Stamp | None = None
+    """The last of these moments."""
     outcome: Future[Exception | None] = field(default_factory=Future)
     """Set when all sums are done: to nothing, or to what went wrong."""
 
@@ -218,41 +230,15 @@ class _Backward:
         """What a worker that fails now keeps the others from."""
         return f"the reduction of step {self.step}"
 
+    def arrive(self, number: int, _: Future[Any]) -> None:
+        """The sum of a bucket is there, or failed."""
+        self.last = self.arrived[number] = self.stopwatch.stamp()
 
-class RunningStatistics:
-    """The running mean and variance of normalization layers, merged by share in every step.
-
-    Each worker normalizes with its own local batch; merged, their running statistics are equal
-    everywhere, so that any worker's state_dict is the model's.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._layers = [layer for layer in model.modules() if isinstance(layer, _NormBase)]
-
-    def read(self) -> list[Tensor]:
-        """Return the statistics of the layers in training mode as one tensor, or nothing."""
-        tensors = self._tensors()
-        if not tensors:
-            return []
-        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-        return [torch.cat([tensor.reshape(-1).to(wide) for tensor in tensors])]
-
-    def write(self, merged: list[Tensor]) -> None:
-        """Take merged statistics over."""
-        tensors = self._tensors()
-        for whole in merged:
-            parts = torch.split(whole, [tensor.numel() for tensor in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
-
-    def _tensors(self) -> list[Tensor]:
-        candidates = (
-            statistic
-            for layer in self._layers
-            if layer.training
-            for statistic in (layer.running_mean, layer.running_var)
-        )
-        return [statistic for statistic in candidates if statistic is not None]
+    def when_all_are_summed(self, finish: Callable[[], Tensor]) -> Future[Tensor]:
+        """Return a future of finish(), or of an error that names the worker that is lost."""
+        if not self.on_cpu:
+            return self.sums[-1].then(lambda _: finish())
+        return self.outcome.then(partial(_result, finish))
 
 
 def _scale(part: Tensor, factor: float) -> None:

@@ -1,4 +1,4 @@
-"""Heartbeats on the store, and the search for the worker that is lost.
+"""Heartbeats at the rendezvous, and the search for the worker that is lost.
 
 A collective that takes long proves nothing: worker 0 may evaluate for ten minutes. A worker is
 lost when its connection broke, when it said so itself, or when the hang limit has passed.
@@ -15,45 +15,48 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, Store
-
 from poise.core.liveness import Blame, Sign, find_culprit
-from poise.errors import PoiseError, WorkerLost
+from poise.errors import WorkerLost
+from poise.runtime.clocks import Stamp, Waits
+from poise.runtime.collectives import Disconnected
+from poise.runtime.events import Events, Lost
+from poise.runtime.generation import Generation
+from poise.runtime.rendezvous import Rendezvous, RendezvousLost
 
 _BEAT_S = 0.5
 _POLL_S = 0.1
 _SEARCH_S = 6.0
 """How long to look for the culprit before giving up on a name."""
 _LINGER_S = 3.0
-"""How long worker 0, which may host the store, leaves it to the others after a loss."""
-_NO_STORE = (RuntimeError, OSError)
-"""What the store raises when the process that hosts it is gone."""
+"""How long worker 0, which may host the rendezvous, leaves it to the others after a loss."""
 
 
 class Liveness:
     """This worker's heartbeat, and its view of the others."""
 
-    def __init__(self, worker: int, workers: int, store: Store) -> None:
+    def __init__(
+        self, generation: Generation, rendezvous: Rendezvous, waits: Waits, events: Events
+    ) -> None:
         self.step = 0
-        """The step this worker is at; the loader keeps it."""
+        """The step this worker is at; whoever hears of steps keeps it."""
         self.reductions = 0
-        """Gradient reductions it has entered; the reduction keeps it."""
-        self.waited_s = 0.0
-        """How long this worker has waited for others in calls of its own, the running total."""
+        """Gradient reductions it has entered; kept likewise."""
         self._calls = 0
         self._said = Sign(
-            worker=worker,
+            worker=generation.worker,
             host=socket.gethostname(),
             namespace=_process_namespace(),
             pid=os.getpid(),
         )
-        self._peers = [peer for peer in range(workers) if peer != worker]
-        self._store = getattr(store, "clone", lambda: store)()
+        self._generation = generation
+        self._rendezvous = rendezvous
+        self._waits = waits
+        self._events = events
         self._telling = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="poise-heartbeat", daemon=True)
         self._say()
-        if self._peers:
+        if generation.workers > 1:
             self._thread.start()
 
     @contextmanager
@@ -68,21 +71,22 @@ class Liveness:
         """Run something that waits for others; a failure names the worker that is lost."""
         start_s = time.perf_counter()
         try:
-            yield
-        except RuntimeError as error:
-            self.raise_if_lost(doing, error)
-            raise
+            with self.naming(doing):
+                yield
         finally:
-            self.waited_s += time.perf_counter() - start_s
+            self._waits.seconds += time.perf_counter() - start_s
 
-    def raise_if_lost(self, doing: str, error: RuntimeError) -> None:
-        """Raise WorkerLost, with a name, if an error is a broken connection or a time-out."""
-        if _is_broken_connection(error):
+    @contextmanager
+    def naming(self, doing: str) -> Iterator[None]:
+        """Run something that fails if others are gone; a failure names the worker that is lost."""
+        try:
+            yield
+        except Disconnected as error:
             raise self.lost(doing, error) from error
 
-    def lost(self, doing: str, error: Exception) -> WorkerLost:
+    def lost(self, doing: str, error: Disconnected) -> WorkerLost:
         """Find out who is lost, say so on stderr and to the others, and return the error."""
-        blame = self._search(timed_out="imed out" in str(error))
+        blame = self._search(timed_out=error.timed_out)
         if blame is None:
             cause = str(error).splitlines()[0]
             reason = message = f"{doing} failed, and no worker could be found at fault: {cause}"
@@ -91,6 +95,9 @@ class Liveness:
         self._leave(reason, lost=blame.worker if blame else None)
         sys.stderr.write(f"poise: worker {self._said.worker}: {message}\n")
         sys.stderr.flush()
+        if blame is not None:
+            stamp = Stamp(None, time.perf_counter(), self._waits.seconds)
+            self._events.tell(Lost(self.step, stamp, blame.worker, blame.reason))
         self._linger(blame)
         return WorkerLost(message)
 
@@ -98,7 +105,7 @@ class Liveness:
         """Tell the others that this worker stops because of an error of its own."""
         if self._said.state == "running":
             self._leave(why, lost=None)
-        self._end()
+        self.end()
 
     def finish(self) -> None:
         """Say that this worker is done, and wait until every other one is done or lost.
@@ -106,10 +113,10 @@ class Liveness:
         A process that ends while others still talk can abort them. The wait ends as soon as a
         peer is found waiting for something that this worker will never do.
         """
-        with suppress(*_NO_STORE):  # it ends with the worker that hosts it, which is done too
+        with suppress(RendezvousLost):  # it ends with the worker that hosts it, which is done too
             self._say(state="done")
             self._await_peers()
-        self._end()
+        self.end()
 
     def _await_peers(self) -> None:
         before, since = self._signs(), time.monotonic()
@@ -142,7 +149,7 @@ class Liveness:
                     return blame
                 time.sleep(_POLL_S)
                 now = self._signs()
-        except _NO_STORE:
+        except RendezvousLost:
             return Blame(
                 0,
                 f"worker 0 died at step {self.step}: "
@@ -151,11 +158,11 @@ class Liveness:
         return None
 
     def _linger(self, blame: Blame | None) -> None:
-        """On worker 0, which may host the store: let the others find the same culprit first."""
+        """On worker 0, which may host the rendezvous: let the others find the same culprit first."""
         if self._said.worker != 0:
             return
         deadline = time.monotonic() + _LINGER_S
-        with suppress(*_NO_STORE):
+        with suppress(RendezvousLost):
             while time.monotonic() < deadline and any(
                 peer.state == "running" and not self._gone(peer)
                 for peer in self._signs().values()
@@ -164,23 +171,24 @@ class Liveness:
                 time.sleep(_POLL_S)
 
     def _beat(self) -> None:
-        with suppress(*_NO_STORE):  # no store, no heartbeat; the search for the culprit says so
+        with suppress(RendezvousLost):  # then no heartbeat; the search for the culprit says so
             while not self._stop.wait(_BEAT_S):
                 self._say(beat=self._said.beat + 1)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Give no more signs of life."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def _leave(self, why: str, *, lost: int | None) -> None:
-        with suppress(*_NO_STORE):  # without a store nobody is left to be told
+        with suppress(RendezvousLost):  # then nobody is left to be told
             self._say(state="left", why=why, lost=lost)
 
     def _say(self, **changes: Any) -> None:
         with self._telling:  # one at a time, so that no older sign follows a newer one
             self._said = replace(self._mine(), **changes)
-            self._store.set(f"sign/{self._said.worker}", self._said.to_json())
+            self._rendezvous.set(self._key(self._said.worker), self._said.to_json())
 
     def _mine(self) -> Sign:
         """This worker's sign as of now."""
@@ -188,10 +196,12 @@ class Liveness:
 
     def _signs(self) -> dict[int, Sign]:
         """What the others last said."""
-        if not self._peers:
-            return {}
-        texts = self._store.multi_get([f"sign/{peer}" for peer in self._peers])
-        return {peer: Sign.from_json(text) for peer, text in zip(self._peers, texts, strict=True)}
+        peers = [each for each in range(self._generation.workers) if each != self._said.worker]
+        texts = self._rendezvous.get([self._key(peer) for peer in peers]) if peers else []
+        return {peer: Sign.from_json(text) for peer, text in zip(peers, texts, strict=True)}
+
+    def _key(self, worker: int) -> str:
+        return f"sign/{self._generation.number}/{worker}"
 
     def _gone(self, peer: Sign) -> bool:
         """Whether a peer's process on this machine has ended; False where that cannot be seen."""
@@ -205,14 +215,6 @@ class Liveness:
         except OSError:
             return False
         return status.rpartition(")")[2].split()[0] in "ZX"
-
-
-def _is_broken_connection(error: RuntimeError) -> bool:
-    """Tell a failure between workers from one of this worker's own."""
-    if isinstance(error, PoiseError):
-        return False
-    text = str(error)
-    return isinstance(error, DistError) or "gloo" in text or "NCCL" in text
 
 
 def _process_namespace() -> int:

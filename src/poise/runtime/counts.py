@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import numpy as np
 
 from poise.core.batch import Batch
+from poise.core.timing import Floats
 from poise.core.weight import weights
 from poise.errors import InvalidSetting
-from poise.torch.cluster import Cluster
-from poise.torch.liveness import Liveness
-from poise.torch.slicing import sizes
+from poise.runtime.collectives import Collectives, Pending
+from poise.runtime.liveness import Liveness
+from poise.runtime.slicing import sizes
 
 CountFunction = Callable[[Any], Any]
 """Takes a batch, returns what its loss is divided by: a number from 0 up."""
@@ -21,34 +21,32 @@ class Counts:
     """Every worker's count of the batch under way.
 
     Without a function the counts are samples and known from the batch's split. With one, each
-    worker finds its own when the batch is handed out, and a small all-reduce collects them while
-    forward runs.
+    worker finds its own when the batch is handed out, and a small sum collects them while forward
+    runs.
     """
 
     def __init__(
-        self, cluster: Cluster, liveness: Liveness, function: CountFunction | None
+        self, collectives: Collectives, liveness: Liveness, function: CountFunction | None
     ) -> None:
-        self._cluster = cluster
+        self._collectives = collectives
         self._liveness = liveness
         self._function = function
         self._step = 0
         self._counts: Sequence[float] = ()
-        self._collecting: tuple[dist.Work, torch.Tensor] | None = None
+        self._collecting: tuple[Pending, Floats] | None = None
 
     def begin(self, batch: Batch, contents: Any) -> None:
         """A batch is handed out to this worker."""
         self._step = batch.step
-        samples = batch.split[self._cluster.worker]
+        samples = batch.split[self._collectives.worker]
         if self._function is None:
             _check_samples(batch.step, samples, contents)
             self._counts = batch.split
             return
-        table = torch.zeros(self._cluster.workers, dtype=torch.float64)
-        table[self._cluster.worker] = self.of(contents) if samples else 0.0
+        table = np.zeros(self._collectives.workers)
+        table[self._collectives.worker] = self.of(contents) if samples else 0.0
         with self._liveness.watch(self._doing):
-            work = dist.all_reduce(table, group=self._cluster.control, async_op=True)
-        assert work is not None
-        self._collecting = (work, table)
+            self._collecting = self._collectives.sum(table), table
 
     def of(self, contents: Any) -> float:
         """Return the count of a batch or a part of one, by the user's function."""
@@ -73,7 +71,7 @@ class Counts:
     @property
     def own(self) -> float:
         """This worker's count."""
-        return self._all()[self._cluster.worker]
+        return self._all()[self._collectives.worker]
 
     def weights(self) -> tuple[float, ...]:
         """Return every worker's weight."""
@@ -87,9 +85,9 @@ class Counts:
 
     def _all(self) -> Sequence[float]:
         if self._collecting is not None:
-            work, table = self._collecting
+            pending, table = self._collecting
             with self._liveness.watch(self._doing):
-                work.wait()
+                pending.wait()
             self._counts, self._collecting = table.tolist(), None
         return self._counts
 

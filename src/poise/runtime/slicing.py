@@ -1,16 +1,13 @@
 """Parts of a collated batch: some of its samples, or none of them.
 
-A batch may be a tensor or array, or tuples, lists, dicts and dataclasses of them; samples lie
-along the first dimension. A list or tuple with one element per sample is cut as a whole; plain
+A batch may be an array of any framework, or tuples, lists, dicts and dataclasses of them; samples
+lie along the first dimension. A list or tuple with one element per sample is cut as a whole; plain
 values and tensors without dimensions belong to every part.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import numpy as np
-from torch import Tensor
 
 from poise.errors import InvalidSetting
 
@@ -24,6 +21,7 @@ Slicer = Callable[[Any, int, int], Any]
 def sliced(batch: Any, samples: int, start: int, stop: int) -> Any:
     """Return the samples start .. stop - 1 of a batch of that many samples.
 
+    >>> import numpy as np
     >>> sliced((np.arange(6).reshape(3, 2), ["a", "b", "c"]), 3, 1, 3)
     (array([[2, 3],
            [4, 5]]), ['b', 'c'])
@@ -44,20 +42,12 @@ def sizes(batch: Any) -> Iterator[int]:
     These are the lengths of lists and tuples, and the first two dimensions of tensors, since
     some models want time first.
     """
-    if isinstance(batch, Tensor | np.ndarray):
+    if _is_array(batch):
         yield from batch.shape[:2]
     elif isinstance(batch, list | tuple):
         yield len(batch)
     for part in parts(batch):
         yield from sizes(part)
-
-
-def tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    for part in parts(batch):
-        yield from tensors(part)
 
 
 def samples_left(batch: Any, asked: int) -> int:
@@ -92,7 +82,7 @@ def _part(batch: Any, samples: int, start: int, stop: int) -> Any:
     def cut(part: Any) -> Any:
         return _part(part, samples, start, stop)
 
-    if isinstance(batch, Tensor | np.ndarray):
+    if _is_array(batch):
         if batch.ndim and start < stop and len(batch) != samples:
             raise InvalidSetting(
                 f"the batch has {samples} samples, but holds a tensor of shape "
@@ -128,8 +118,8 @@ def _lists_samples(batch: Any, samples: int) -> bool:
     if len(batch) != samples:
         return False
     if samples == 1:
-        return not isinstance(batch[0], Tensor | np.ndarray)
-    if any(isinstance(each, Tensor | np.ndarray) for each in batch):
+        return not _is_array(batch[0])
+    if any(_is_array(each) for each in batch):
         if samples > PAIR and all(_is_part(each, samples) for each in batch) and _look_alike(batch):
             raise InvalidSetting(
                 f"the batch is {samples} tensors of the same shape, which begin with {samples}: "
@@ -142,7 +132,7 @@ def _lists_samples(batch: Any, samples: int) -> bool:
 
 def _is_part(value: Any, samples: int) -> bool:
     """Whether every tensor, array and list in a value can hold that many samples."""
-    if isinstance(value, Tensor | np.ndarray):
+    if _is_array(value):
         return value.ndim > 0 and len(value) == samples
     if _is_plain_sequence(value):
         return len(value) == samples
@@ -173,7 +163,8 @@ def _arrays(batch: Any) -> Iterator[Any]:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray)
+    """Whether a value is a tensor or array, of whichever framework."""
+    return all(hasattr(value, name) for name in ("shape", "dtype", "ndim"))
 
 
 def _is_plain_sequence(value: Any) -> bool:

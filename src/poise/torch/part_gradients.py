@@ -9,24 +9,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from poise.errors import OutOfOrder
+from poise.runtime.events import PartComputed
+from poise.runtime.session import Session
+from poise.torch.gloo import disconnecting
 from poise.torch.module import Link
-from poise.torch.run import Run
 
 _BUCKET_BYTES = 25 * 2**20
 
 
-class GradientSums:
+class PartGradients:
     """Adds up the gradients of parts, each by its share of the local count.
 
     While parts run, the parameters' own gradients hold one part at a time, so that a part which
     fails leaves nothing behind.
     """
 
-    def __init__(self, run: Run, models: Sequence[tuple[nn.Module, Link]]) -> None:
-        self._run = run
-        self._links = [link for _, link in models]
+    def __init__(self, session: Session, links: Sequence[Link]) -> None:
+        self._session = session
+        self._links = links
         self._parameters = [
-            [p for p in model.parameters() if p.requires_grad] for model, _ in models
+            [p for p in link.model.parameters() if p.requires_grad] for link in links
         ]
         self._before = {p: p.grad for group in self._parameters for p in group}
         """Gradients of earlier batches that the optimizer has not used yet."""
@@ -47,9 +49,11 @@ class GradientSums:
                 "a part of the batch ended without a backward; compute its loss from the "
                 "prepared model and call loss.backward() inside `with part as ...:`"
             )
-        if self._run.norms is not None:
-            count = share * self._run.counts.own
-            self._run.norms.part(list(gradients.values()), count, samples)
+        session = self._session
+        if session.events.heard(PartComputed):
+            count = share * session.peers.counts.own
+            told = session.stamped(PartComputed, list(gradients.values()), count, samples)
+            session.events.tell(told)
         for parameter, gradient in gradients.items():
             if share == 0:
                 gradient.zero_()  # 0 times NaN would poison every worker
@@ -74,23 +78,25 @@ class GradientSums:
         used = self._used()
         for link, parameters in zip(self._links, self._parameters, strict=True):
             promised = [
-                (bucket, link.reduction.hook(None, bucket))  # type: ignore[arg-type]
+                (bucket, link.gradients.hook(None, bucket))  # type: ignore[arg-type]
                 for bucket in _buckets(parameters, self._sums)
             ]
             for bucket, future in promised:
-                bucket.set_buffer(link.reduction.wait(future))
+                bucket.set_buffer(link.gradients.wait(future))
                 for parameter, gradient in zip(bucket.members, bucket.gradients(), strict=True):
                     self._give(parameter, gradient if parameter in used else None)
 
     def _used(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient on any worker whose batch counts."""
         parameters = list(self._before)
-        counts = self._run.counts.own > 0
+        peers = self._session.peers
+        counts = peers.counts.own > 0
         device = parameters[0].device
         mask = torch.tensor([counts and p in self._sums for p in parameters], device=device)
         mask = mask.to(torch.int32)
-        with self._run.liveness.watch(f"the reduction of step {self._run.liveness.step}"):
-            dist.all_reduce(mask, group=self._run.cluster.gradients)
+        doing = f"the reduction of step {peers.liveness.step}"
+        with peers.liveness.watch(doing), disconnecting():
+            dist.all_reduce(mask, group=peers.generation.gradients)
         return {p for p, users in zip(parameters, mask.tolist(), strict=True) if users}
 
     def _give(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:

@@ -5,13 +5,9 @@ of its kind. A kind that is new counts as the mean of the others until it is mea
 """
 
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from poise.core.learning_rate import gain_within
 from poise.core.observation import Change
@@ -19,19 +15,6 @@ from poise.core.plan import Plan
 from poise.core.split import Split, check_split
 from poise.engine.bsp import Engine
 from poise.errors import PoiseError, StateMismatch
-
-
-def device_kind(device: torch.device) -> str:
-    """Return what tells fast devices from slow ones: the name of the model.
-
-    >>> device_kind(torch.device("cpu")).endswith("threads")
-    True
-    """
-    if device.type == "cpu":
-        return f"{_processor()}, {torch.get_num_threads()} threads"
-    module = torch.get_device_module(device)
-    name = getattr(module, "get_device_name", lambda _: device.type)
-    return str(name(device))
 
 
 @dataclass(frozen=True)
@@ -124,12 +107,3 @@ def same_kind(before: Sequence[str], now: Sequence[str]) -> tuple[int | None, ..
         free.setdefault(kind, []).append(number)
     first = {kind: numbers[0] for kind, numbers in free.items()}
     return tuple(free[kind].pop(0) if free.get(kind) else first.get(kind) for kind in now)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

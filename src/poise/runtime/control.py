@@ -1,48 +1,47 @@
-"""Small agreements between workers, on the control group and from the main thread only.
+"""Small agreements between workers, from the main thread only.
 
 Only numbers and UTF-8 text travel; nothing is pickled.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from poise.errors import Disagreement, InvalidSetting
-from poise.torch.cluster import Cluster
-from poise.torch.liveness import Liveness
+from poise.runtime.collectives import Collectives
+from poise.runtime.liveness import Liveness
 
 
 class Control:
     """The calls that all workers make together outside of training steps."""
 
-    def __init__(self, cluster: Cluster, liveness: Liveness) -> None:
-        self._cluster = cluster
+    def __init__(self, collectives: Collectives, liveness: Liveness) -> None:
+        self._collectives = collectives
         self._liveness = liveness
-
-    def table(self, row: Sequence[float], doing: str) -> list[list[float]]:
-        """Return every worker's row of numbers."""
-        table = torch.zeros(self._cluster.workers, len(row), dtype=torch.float64)
-        table[self._cluster.worker] = torch.tensor(row, dtype=torch.float64)
-        with self._liveness.together(doing):
-            dist.all_reduce(table, group=self._cluster.control)
-        rows: list[list[float]] = table.tolist()
-        return rows
 
     @property
     def worker(self) -> int:
         """This worker's number."""
-        return self._cluster.worker
+        return self._collectives.worker
+
+    def table(self, row: Sequence[float], doing: str) -> list[list[float]]:
+        """Return every worker's row of numbers."""
+        table = np.zeros((self._collectives.workers, len(row)))
+        table[self.worker] = row
+        with self._liveness.together(doing):
+            self._collectives.sum(table).wait()
+        rows: list[list[float]] = table.tolist()
+        return rows
 
     def numbers(self, mine: NDArray[np.int64], doing: str) -> NDArray[np.int64]:
         """Return worker 0's array of whole numbers."""
         length = int(self.table([len(mine)], doing)[0][0])
         numbers = mine if self.worker == 0 else np.empty(length, dtype=np.int64)
         with self._liveness.together(doing):
-            dist.broadcast(torch.from_numpy(numbers), group_src=0, group=self._cluster.control)
+            self._collectives.broadcast(numbers, 0).wait()
         return numbers
 
     def texts(self, mine: str, doing: str) -> list[str]:
@@ -58,8 +57,6 @@ class Control:
 
     def mean(self, value: float, count: float) -> float:
         """Return the mean of all workers' values, each counting count times."""
-        if not count >= 0 or count == float("inf"):
-            raise InvalidSetting(f"mean got count={count}; a count is a number from 0 up")
         rows = self.table([value * count if count > 0 else 0.0, count], "mean")
         total = sum(counted for _, counted in rows)
         if total == 0:
@@ -78,12 +75,24 @@ class Control:
             raise Disagreement(_difference(reference, other, different))
 
     def _text_of(self, worker: int, own: bytes, lengths: list[int], doing: str) -> bytes:
-        mine = self._cluster.worker == worker
-        data = bytearray(own) if mine else bytearray(lengths[worker])
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        mine = self.worker == worker
+        text = np.frombuffer(bytearray(own if mine else lengths[worker]), dtype=np.uint8)
         with self._liveness.together(doing):
-            dist.broadcast(tensor, group_src=worker, group=self._cluster.control)
-        return bytes(data)
+            self._collectives.broadcast(text, worker).wait()
+        return text.tobytes()
+
+
+def checked_mean(value: Any, count: float) -> tuple[float, float]:
+    """Return what `mean` was called with as two numbers, or raise."""
+    try:
+        number = float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidSetting(
+            f"mean got {value!r}; it takes a number or a tensor of one element"
+        ) from None
+    if not count >= 0 or count == float("inf"):
+        raise InvalidSetting(f"mean got count={count}; a count is a number from 0 up")
+    return number, float(count)
 
 
 def _difference(reference: bytes, other: bytes, different: list[int]) -> str:

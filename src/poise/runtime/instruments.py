@@ -1,0 +1,40 @@
+"""What commands bring to the trainings of a script that they run.
+
+The script is the user's own, and makes its Balancer itself. So a command cannot hand anything in;
+it states an instrument around the script's run, and each Balancer made there asks for it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from poise.runtime.events import Events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instrument:
+    """What a command wants of a training: to hear of it, and perhaps to change what is stated."""
+
+    listen: Callable[[Events], None] = lambda _: None
+    """Subscribes to what happens."""
+    settings: Callable[[SettingsT], SettingsT] = lambda stated: stated
+    """Returns the settings to train with, for those that the script states."""
+
+
+_stated: ContextVar[tuple[Instrument, ...]] = ContextVar("poise_instruments", default=())
+
+
+@contextmanager
+def instrumented(instrument: Instrument) -> Iterator[None]:
+    """Have every Balancer that is made inside the block ask for an instrument."""
+    token = _stated.set((*_stated.get(), instrument))
+    try:
+        yield
+    finally:
+        _stated.reset(token)
+
+
+def instruments() -> tuple[Instrument, ...]:
+    """Return the instruments that are stated here."""
+    return _stated.get()

@@ -1,0 +1,59 @@
+"""The other workers of a generation: what is sized by their number, and built anew from the next."""
+
+import socket
+
+from poise.runtime.clocks import Waits
+from poise.runtime.control import Control
+from poise.runtime.counts import CountFunction, Counts
+from poise.runtime.events import Events, HandedOut, Reducing
+from poise.runtime.generation import Generation
+from poise.runtime.liveness import Liveness
+from poise.runtime.rendezvous import Rendezvous
+
+
+class Peers:
+    """Who is there, whether they live, and what they say to each other."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        rendezvous: Rendezvous,
+        events: Events,
+        waits: Waits,
+        count: CountFunction | None,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._events = events
+        self._waits = waits
+        self._count = count
+        self._build(generation)
+        events.on(HandedOut, self._handed_out)
+        events.on(Reducing, self._reducing)
+
+    def meet(self, generation: Generation) -> None:
+        """Go on with those of another generation."""
+        self.liveness.end()
+        self._build(generation)
+
+    def introduce(self, kind: str) -> int:
+        """Have everybody know the kinds of all devices; return how many workers share this host.
+
+        All workers call it together.
+        """
+        here = socket.gethostname()
+        hosts = self.control.texts(here, "prepare")
+        kinds = self.control.texts(kind, "prepare")
+        self.generation = self.generation.of_kinds(kinds, hosts)
+        return hosts.count(here)
+
+    def _build(self, generation: Generation) -> None:
+        self.generation = generation
+        self.liveness = Liveness(generation, self._rendezvous, self._waits, self._events)
+        self.control = Control(generation.collectives, self.liveness)
+        self.counts = Counts(generation.collectives, self.liveness, self._count)
+
+    def _handed_out(self, event: HandedOut) -> None:
+        self.liveness.step = event.step
+
+    def _reducing(self, _: Reducing) -> None:
+        self.liveness.reductions += 1

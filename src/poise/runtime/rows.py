@@ -1,0 +1,124 @@
+"""Rows: what one worker reports of a step, as numbers of a fixed width, and back.
+
+A row has the worker's times and, where the global batch may move, norms of its gradients. Worker 0
+makes one observation of the rows of all workers.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from poise.core.batch import Batch
+from poise.core.noise import GroupSums
+from poise.core.observation import Observation
+from poise.core.timing import Floats
+
+BUCKETS = 8
+"""Neighboring buckets are put together until so many are left: a row has a fixed width."""
+_COMPILING = 0
+_SCALARS = slice(1, 7)
+_READY = slice(7, 7 + BUCKETS)
+_DONE = slice(7 + BUCKETS, 7 + 2 * BUCKETS)
+TIMES = 7 + 2 * BUCKETS
+"""Numbers in a row of times."""
+_SUMS = slice(0, len(GroupSums._fields))
+_WHOLE, _CLIPPED = len(GroupSums._fields), len(GroupSums._fields) + 1
+NORMS = len(GroupSums._fields) + 2
+"""Numbers in a row of norms: sums over this worker's groups; on worker 0 the squared norm of the
+whole gradient, and whether it was clipped."""
+
+
+class Reporter(Protocol):
+    """Something that measures, and is asked for what it knows of a step."""
+
+    def row(self, step: int) -> Floats:
+        """Return what is known of a step that is over; NaN for what is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What the clock tells of one step on one worker; NaN: not measured."""
+
+    compiling: bool = False
+    wait_s: float = np.nan
+    load_s: float = np.nan
+    input_s: float = np.nan
+    update_s: float = np.nan
+    memory_bytes: float = np.nan
+    memory_limit_bytes: float = np.nan
+    ready_s: list[float] = field(default_factory=list)
+    """Of each bucket, of at most `BUCKETS`."""
+    done_s: list[float] = field(default_factory=list)
+
+    def row(self) -> Floats:
+        """Return the numbers."""
+        row = np.full(TIMES, np.nan)
+        row[_COMPILING] = self.compiling
+        row[_SCALARS] = (
+            self.wait_s,
+            self.load_s,
+            self.input_s,
+            self.update_s,
+            self.memory_bytes,
+            self.memory_limit_bytes,
+        )
+        row[_READY][: len(self.ready_s)] = self.ready_s
+        row[_DONE][: len(self.done_s)] = self.done_s
+        return row
+
+
+def norms_row(sums: list[float], clipped: float) -> Floats:
+    """Return a row of norms: sums over groups and perhaps the whole, and whether it was clipped."""
+    row = np.full(NORMS, np.nan)
+    row[: len(sums)] = sums
+    row[_CLIPPED] = clipped
+    return row
+
+
+def no_norms() -> Floats:
+    """Return the row of a step whose gradients nobody looked at."""
+    return np.full(NORMS, np.nan)
+
+
+def observation_of(batch: Batch, rows: Floats) -> Observation:
+    """Return a step as all workers saw it, from a row of each."""
+    times, norms = rows[:, :TIMES], rows[:, TIMES:]
+    wait_s, load_s, input_s, update_s, memory, limit = times[:, _SCALARS].T
+    buckets = int((~np.isnan(times[:, _READY])).any(axis=0).sum()) or 1
+    seen = Observation(
+        step=batch.step,
+        split=batch.split,
+        epoch=batch.epoch,
+        compiling=tuple(np.flatnonzero(times[:, _COMPILING]).tolist()),
+        ready_s=times[:, _READY][:, :buckets],
+        done_s=times[:, _DONE][:, :buckets],
+        wait_s=_if_any(wait_s),
+        load_s=_if_any(load_s),
+        input_s=_if_any(input_s),
+        update_s=_if_any(update_s),
+        memory_bytes=_if_any(memory),
+        memory_limit_bytes=_if_any(limit),
+    )
+    return seen if np.isnan(norms).all() else _with_norms(seen, norms)
+
+
+def unmeasured(batch: Batch) -> Observation:
+    """Return a step of which nothing but the split is known."""
+    return observation_of(batch, np.tile(Times().row(), (len(batch.split), 1)))
+
+
+def _with_norms(seen: Observation, rows: Floats) -> Observation:
+    """Return a step with what the workers saw of its gradients."""
+    whole, clipped = rows[0, _WHOLE], rows[0, _CLIPPED]
+    return replace(
+        seen,
+        group_sums=rows[:, _SUMS],
+        global_sqnorm=None if np.isnan(whole) else float(whole),
+        clipped=None if np.isnan(clipped) else bool(clipped),
+    )
+
+
+def _if_any(values: Floats) -> Floats | None:
+    """Return values, or None if nobody measured any."""
+    return None if np.isnan(values).all() else values

@@ -1,0 +1,281 @@
+"""One training in one process: where it stands, and what happens in it, without a framework.
+
+An adapter brings what only it can know (`Equipment`), calls the verbs below as its framework gets
+there, and does what they cannot: tensors, hooks, devices. Whoever wants to know what happens
+subscribes to `events`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from poise.core.batch import Batch
+from poise.core.observation import Change
+from poise.engine.bsp import Engine
+from poise.engine.progress import Progress
+from poise.engine.rhythm import delay
+from poise.engine.start_step import Announcements
+from poise.errors import OutOfOrder, PoiseError
+from poise.runtime.batches import Place
+from poise.runtime.clocks import Clock, HostClock, Stamp, Stopwatch, Waits
+from poise.runtime.events import (
+    Applied,
+    Applying,
+    Closed,
+    Disturbed,
+    Events,
+    HandedOut,
+    PassBegan,
+    Reduced,
+    Reducing,
+)
+from poise.runtime.exchange import Exchange
+from poise.runtime.generation import Generation
+from poise.runtime.meter import Meter
+from poise.runtime.peers import Peers
+from poise.runtime.rendezvous import Rendezvous
+from poise.runtime.rows import Reporter
+from poise.runtime.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equipment:
+    """What an adapter brings to a training on this worker."""
+
+    clock: Clock
+    """Of the device that computes."""
+    meter: Meter
+    norms: Reporter | None = None
+    """What looks at gradients; None unless the global batch may move."""
+    lead: int = 0
+    """How many steps its loader runs ahead."""
+    usable: Callable[[], bool]
+    """Whether there is a gradient that an optimizer could still use: finite, and not cleared."""
+    compiled: Callable[[], bool] = lambda: False
+    """Whether a compiler was at work since this was last asked."""
+
+    @property
+    def reporters(self) -> list[Reporter]:
+        """What makes up a row."""
+        return [self.meter, *([] if self.norms is None else [self.norms])]
+
+
+class Session:
+    """A synchronous training, as one worker takes part in it."""
+
+    def __init__(
+        self, settings: Settings, generation: Generation, rendezvous: Rendezvous, events: Events
+    ) -> None:
+        self.settings = settings
+        self.events = events
+        self.stopwatch = Stopwatch(HostClock(), Waits())
+        self.peers = Peers(generation, rendezvous, events, self.stopwatch.waits, settings.count)
+        engine = Engine(
+            settings.policy, generation.workers, settings.global_batch, settings.adapt
+        )
+        try:
+            self.first_plans, self.engine = engine.start()
+        except PoiseError as error:
+            self.peers.liveness.fail(f"{type(error).__name__}: {error}")
+            raise
+        self.plan = self.first_plans.at(0)
+        """That of the batch handed out last: what all workers know to be in effect."""
+        self.progress = Progress()
+        self.fetching = Fetching(self.stopwatch)
+        self._equipment: Equipment | None = None
+        self._exchange: Exchange | None = None
+
+    @property
+    def generation(self) -> Generation:
+        """Who trains now."""
+        return self.peers.generation
+
+    @property
+    def exchange(self) -> Exchange:
+        """What learns of the steps, and announces plans."""
+        if self._exchange is None:
+            raise OutOfOrder("training has no data set yet; call prepare first")
+        return self._exchange
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether training has what it needs."""
+        return self._exchange is not None
+
+    def equip(self, equipment: Equipment) -> None:
+        """Take what the adapter brings; all workers call it together."""
+        self._equipment = equipment
+        self.stopwatch.clock = equipment.clock
+        table = self.peers.control.table([equipment.lead, equipment.meter.lag], "prepare")
+        leads, lags = zip(*table, strict=True)
+        announcements = Announcements(
+            self.first_plans, delay(int(max(leads))), lag=int(max(lags))
+        )
+        self._exchange = self._exchange_of(announcements)
+
+    def _exchange_of(self, announcements: Announcements) -> Exchange:
+        assert self._equipment is not None
+        engine, generation = self.engine, self.generation
+        # One worker has nothing to share.
+        learns = engine.policy.online and generation.workers > 1
+        silent = not (self.settings.recorded or learns or engine.adapt is not None)
+        if not silent and self._exchange is None:
+            self._equipment.meter.listen(self.events)
+        return Exchange(
+            generation,
+            self.peers.liveness,
+            self.events,
+            self.stopwatch,
+            engine=engine,
+            announcements=announcements,
+            reporters=self._equipment.reporters,
+            silent=silent,
+        )
+
+    def stamped(self, kind: Callable[..., Any], *facts: Any) -> Any:
+        """Return an event of a kind at the step under way, stamped now."""
+        batch = self.progress.batch
+        step = self.progress.step if batch is None else batch.step
+        return kind(step, self.stopwatch.stamp(), *facts)
+
+    def begin_pass(self, *, anew: bool = False) -> Place:
+        """A pass over the training data begins; return where.
+
+        It goes on where training stands; anew, with the next epoch if this one was left early.
+        """
+        if anew and self.progress.position:
+            self.progress = self.progress.next_epoch()
+        self.progress = self.progress.begin_pass()
+        epoch, position, step = self.progress.epoch, self.progress.position, self.progress.step
+        self.events.tell(self.stamped(PassBegan, epoch, position))
+        self.exchange.begin_pass(step)
+        return Place(epoch, position, step)
+
+    def end_pass(self, position: int) -> None:
+        """A pass is over; so is the epoch, if its samples up to this position are consumed."""
+        self.progress = self.progress.end_pass(position)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Iterate over the epochs from 0 to total - 1, after a resume over the rest of them."""
+        while (epoch := self.progress.epoch) < total:
+            yield epoch
+            if self.progress.epoch == epoch:  # the loop left the loader before its end
+                self.progress = self.progress.next_epoch()
+
+    def hand_out(self, batch: Batch, contents: Any) -> None:
+        """The training loader yields a batch, with these contents on this worker."""
+        assert self._equipment is not None
+        self.settle()
+        fresh = not self.progress.unapplied
+        self.progress = self.progress.hand_out(batch)
+        self.plan = self.exchange.announcements.timetable.at(batch.step)
+        self.events.tell(
+            HandedOut(
+                batch.step,
+                self.stopwatch.stamp(),
+                batch,
+                batch.split[self.generation.worker],
+                batch.split == self.plan.split,
+                contents,
+                self.fetching.asked_s,
+                self.fetching.fetch_s,
+                self._equipment.compiled(),
+                fresh,
+            )
+        )
+        self.peers.counts.begin(batch, contents)
+        self.exchange.handed_out(batch)
+
+    def disturb(self) -> None:
+        """Something that is no training step runs between two of them."""
+        self.events.tell(self.stamped(Disturbed))
+
+    def reducing(self) -> Batch:
+        """A gradient is about to be summed over the workers; return the batch that it is of."""
+        batch = self.progress.batch_to_reduce()
+        self.events.tell(Reducing(batch.step, self.stopwatch.stamp()))
+        return batch
+
+    def reduced(self, step: int, stamp: Stamp, weights: Sequence[float]) -> None:
+        """The gradient of the batch under way is summed over the workers."""
+        plan = self.plan
+        worth = plan.gain * self.settings.global_batch / plan.global_batch
+        self.progress = self.progress.reduced(worth)
+        self.events.tell(Reduced(step, stamp, weights))
+
+    def applying(self, optimizer: Any) -> None:
+        """An optimizer is about to use the gradient."""
+        if self.events.heard(Applying):
+            self.events.tell(self.stamped(Applying, optimizer))
+
+    def applied(self, optimizer: Any) -> None:
+        """An optimizer has used the gradient; raise if it was not that of the global batch."""
+        self.progress = self.progress.applied()
+        if self.events.heard(Applied):
+            self.events.tell(self.stamped(Applied, optimizer))
+
+    def settle(self) -> None:
+        """Find out what became of a gradient that no optimizer has used.
+
+        A GradScaler that finds a gradient too large leaves the optimizer out, and its hooks are
+        not called. The gradient is not finite then, or cleared already. A finite one waits for
+        the next batch to be added.
+        """
+        equipment = self._equipment
+        if equipment is not None and self.progress.unapplied and not equipment.usable():
+            self.progress = self.progress.skip()
+
+    def rebuild(self, generation: Generation, origin: tuple[int | None, ...]) -> None:
+        """Go on with other workers, from the first sample that is not consumed.
+
+        A step under way is given up: its samples come again. Worker 0 of the new generation
+        decides by what it knows of those that its workers were before, by their numbers, or by
+        those of their kind; all workers call it together.
+        """
+        self.peers.meet(generation)
+        step, announcements = self.progress.step, self.exchange.announcements
+        self.progress = self.progress.begin_pass()
+        change = Change(origin, self.plan.global_batch)
+        plan, self.engine = self.exchange.engine.update([change], step)
+        assert plan is not None  # a change demands a decision
+        first, *_ = self.peers.control.table(plan.split, "the next generation")
+        self.plan = replace(plan, split=tuple(int(each) for each in first))
+        timetable = announcements.timetable.announce(self.plan)
+        self._exchange = self._exchange_of(announcements.resume(step, timetable))
+
+    def close(self) -> None:
+        """Wait for the other workers to be done, and tell of the last steps."""
+        self.peers.liveness.finish()
+        if self._exchange is not None:
+            self._exchange.finish()
+        self.events.tell(self.stamped(Closed))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this worker stops."""
+        self.peers.liveness.fail(f"{type(error).__name__}: {error}")
+        self.events.tell(self.stamped(Closed))
+
+
+class Fetching:
+    """How long the loader took for the last batch, without what was waited for other workers."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.asked_s = 0.0
+        """When it was asked, by the host's clock."""
+        self.fetch_s = 0.0
+        self._stopwatch = stopwatch
+        self._excused_s = 0.0
+
+    def __enter__(self) -> None:
+        self.asked_s = self._stopwatch.clock.host_s()
+        self._excused_s = self._stopwatch.waits.seconds
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        excused_s = self._stopwatch.waits.seconds - self._excused_s
+        self.fetch_s = self._stopwatch.clock.host_s() - self.asked_s - excused_s

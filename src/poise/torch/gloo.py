@@ -1,0 +1,123 @@
+"""Control traffic over gloo, and the launcher's store as a rendezvous."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistError, ProcessGroup, Store
+
+from poise.core.timing import Floats
+from poise.errors import PoiseError
+from poise.runtime.collectives import Disconnected, Numbers
+from poise.runtime.rendezvous import RendezvousLost
+
+
+@dataclass(frozen=True, eq=False)
+class GlooPending:
+    """An operation of torch's, and the memory that it works on."""
+
+    work: dist.Work
+    tensors: Sequence[Tensor]
+
+    def done(self) -> bool:
+        """Whether its result is there."""
+        return bool(self.work.is_completed())
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for its result, or raise Disconnected."""
+        with disconnecting():
+            if limit_s is None:
+                self.work.wait()
+            else:
+                self.work.wait(timedelta(seconds=limit_s))
+
+
+class GlooCollectives:
+    """The operations of one process group of torch's, for small tensors on the CPU."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.worker = dist.get_rank(group)
+        self.workers = dist.get_world_size(group)
+
+    def sum(self, table: Floats) -> GlooPending:
+        """Add up everybody's table, in place."""
+        tensor = torch.from_numpy(table)
+        with disconnecting():
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return _pending(work, tensor)
+
+    def broadcast(self, values: Numbers, source: int) -> GlooPending:
+        """Replace everybody's values by those of one worker."""
+        tensor = torch.from_numpy(values)
+        with disconnecting():
+            work = dist.broadcast(tensor, group_src=source, group=self._group, async_op=True)
+        return _pending(work, tensor)
+
+    def gather(self, row: Floats, rows: Floats | None) -> GlooPending:
+        """Give worker 0 everybody's row."""
+        tensor = torch.from_numpy(row)
+        room = None if rows is None else [torch.from_numpy(each) for each in rows]
+        with disconnecting():
+            work = dist.gather(tensor, room, group_dst=0, group=self._group, async_op=True)
+        return _pending(work, tensor, *(room or ()))
+
+
+class StoreRendezvous:
+    """A store of torch's: what one worker sets, all get."""
+
+    def __init__(self, store: Store) -> None:
+        # A connection of its own, since a wait on one keeps other threads from using it.
+        self._store = getattr(store, "clone", lambda: store)()
+
+    def set(self, key: str, text: str) -> None:
+        """Leave a text."""
+        with _hosted():
+            self._store.set(key, text)
+
+    def get(self, keys: Sequence[str]) -> list[str]:
+        """Return texts as soon as all of them are there."""
+        with _hosted():
+            return [text.decode() for text in self._store.multi_get(list(keys))]
+
+
+@contextmanager
+def disconnecting() -> Iterator[None]:
+    """Raise what torch says of a broken connection or a time-out as Disconnected."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_broken_connection(error):
+            raise
+        raise disconnection(error) from error
+
+
+def disconnection(error: RuntimeError) -> Disconnected:
+    """Return what torch says of a broken connection or a time-out."""
+    return Disconnected(str(error), timed_out="imed out" in str(error))
+
+
+def _is_broken_connection(error: RuntimeError) -> bool:
+    """Tell a failure between workers from one of this worker's own."""
+    if isinstance(error, PoiseError):
+        return False
+    text = str(error)
+    return isinstance(error, DistError) or "gloo" in text or "NCCL" in text
+
+
+@contextmanager
+def _hosted() -> Iterator[None]:
+    """Raise what a store says whose host is gone as RendezvousLost."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise RendezvousLost(str(error)) from error
+
+
+def _pending(work: dist.Work | None, *tensors: Tensor) -> GlooPending:
+    assert work is not None
+    return GlooPending(work, tensors)

@@ -1,0 +1,135 @@
+"""The process groups that this worker is in: those of its launcher, or of its own script."""
+
+import gc
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store
+
+from poise.environment import Launch, launched_as
+from poise.errors import WorkerLost
+from poise.runtime.generation import Generation, Member
+from poise.torch.gloo import GlooCollectives, StoreRendezvous
+from poise.torch.torch_private import default_store
+
+
+class Groups:
+    """This worker's connections: a world, and groups for control and for gradients."""
+
+    def __init__(self, hang_s: float | None) -> None:
+        """Join the group that exists, or that the launcher describes, or be the only worker."""
+        self._timeout = None if hang_s is None else timedelta(seconds=hang_s)
+        self._owns_world = not dist.is_initialized()
+        """Whether the default group was made here, to be destroyed at the end."""
+        if self._owns_world:
+            _init_world(self._timeout)
+        self._own: list[ProcessGroup] = [dist.new_group(backend="gloo", timeout=self._timeout)]
+        """Groups made here: that for control, always gloo, and perhaps one for gradients."""
+        worker = dist.get_rank()
+        self.rendezvous = StoreRendezvous(_own_part(default_store(), "balancer", worker))
+
+    @property
+    def generation(self) -> Generation:
+        """The workers, as far as they are known before they have said anything."""
+        collectives = GlooCollectives(self._own[0])
+        me = f"{socket.gethostname()}:{os.getpid()}"
+        members = [
+            Member(me if worker == collectives.worker else str(worker))
+            for worker in range(collectives.workers)
+        ]
+        return Generation(tuple(members), collectives, gradients=None)
+
+    def gradients(self, devices: Sequence[str]) -> ProcessGroup:
+        """Return a group that can sum tensors on devices of these types, one of each worker.
+
+        All workers call it together, with the same types.
+        """
+        world = dist.group.WORLD
+        assert world is not None
+        limited = self._timeout is not None and not self._owns_world
+        if not limited and _serves(str(dist.get_backend_config(world)), devices):
+            return world
+        made = dist.new_group(backend=common_backend(devices), timeout=self._timeout)
+        self._own.append(made)
+        return made
+
+    def leave(self) -> None:
+        """Destroy the groups made here; the user's own group stays.
+
+        The last reference goes too, so that the threads of the groups end here and not while
+        the interpreter shuts down, where one that still holds a callback aborts the process.
+        """
+        own, self._own = self._own, []
+        if dist.is_initialized():
+            if self._owns_world:
+                dist.destroy_process_group()
+            else:
+                for group in own:
+                    dist.destroy_process_group(group)
+        del own
+        gc.collect()
+
+
+def common_backend(devices: Sequence[str]) -> str:
+    """Return a backend that all these types of devices have.
+
+    >>> common_backend(["cpu", "cpu"]), common_backend(["cuda", "cpu"])
+    ('gloo', 'gloo')
+    """
+    first, *others = sorted(set(devices))
+    return "gloo" if others else str(dist.get_default_backend_for_device(first))
+
+
+def _serves(config: str, devices: Sequence[str]) -> bool:
+    """Whether a group of these backends, by device, sums tensors on all these devices.
+
+    >>> _serves("cpu:gloo,cuda:nccl", ["cuda", "cuda"]), _serves("cpu:gloo,cuda:nccl", ["cuda", "cpu"])
+    (True, False)
+    """
+    backends = dict(pair.split(":") for pair in config.split(","))
+    needed = {backends.get(device) for device in devices}
+    return len(needed) == 1 and None not in needed
+
+
+def _init_world(timeout: timedelta | None) -> None:
+    """Make the default group, always of gloo, which workers on any device have."""
+    launch = launched_as()
+    worker, workers = (launch.worker, launch.workers) if launch else (0, 1)
+    try:
+        store = HashStore() if launch is None else launch_store(launch, timeout)
+        dist.init_process_group(
+            "gloo",
+            store=_own_part(store, "world", worker),
+            rank=worker,
+            world_size=workers,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        raise WorkerLost(
+            f"worker {worker} could not meet all {workers} workers: "
+            f"{str(error).splitlines()[0]}; look for one that failed before its Balancer"
+        ) from error
+
+
+_MET: dict[Launch, Store] = {}
+"""Where this process met the others: once, since a second server on a port clashes."""
+
+
+def launch_store(launch: Launch, timeout: timedelta | None) -> Store:
+    """Meet the other workers where the launcher said."""
+    limit = {} if timeout is None else {"timeout": timeout}
+    if launch not in _MET:
+        met = next(iter(dist.rendezvous("env://", launch.worker, launch.workers, **limit)))
+        _MET[launch] = met[0]
+    if timeout is not None:
+        _MET[launch].set_timeout(timeout)
+    return _MET[launch]
+
+
+def _own_part(store: Store, name: str, worker: int) -> Store:
+    """Return a part of the store that no earlier call for this name used."""
+    joined = store.add(f"poise/{name}/{worker}", 1)
+    return PrefixStore(f"poise/{name}/{joined}", store)

@@ -1,0 +1,42 @@
+"""Whether all workers are at the same place, looked at once in each pass over the loader."""
+
+import torch
+import torch.distributed as dist
+
+from poise.core.batch import Batch
+from poise.errors import Disagreement
+from poise.runtime.events import PassBegan
+from poise.runtime.session import Session
+from poise.torch.gloo import disconnecting
+
+
+class Places:
+    """Compares the places of all workers, in the group that sums their gradients."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._compared = False
+        session.events.on(PassBegan, self._begin)
+
+    def compare_once(self, batch: Batch, device: torch.device) -> None:
+        """Raise unless all workers are at the same place; asked before each reduction."""
+        if self._compared:
+            return
+        names = ("epoch", "position", "step")
+        place = torch.tensor([batch.epoch, batch.start, batch.step], device=device)
+        extremes = torch.cat([place, -place])
+        doing = f"the reduction of step {batch.step}"
+        with self._session.peers.liveness.watch(doing), disconnecting():
+            group = self._session.generation.gradients
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        largest, smallest = extremes.view(2, -1).tolist()
+        for name, high, low in zip(names, largest, smallest, strict=True):
+            if high != -low:
+                raise Disagreement(
+                    f"workers are at different places: {name} {-low} on one, {high} on another; "
+                    "load the same state on every worker and let all take the same steps"
+                )
+        self._compared = True
+
+    def _begin(self, _: PassBegan) -> None:
+        self._compared = False
