@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from poise.cli.main import main
 from poise.cli.watch import _sentences, watch
-from poise.lab.user_script import command_line
+from poise.script import command_line
 from poise.watch.findings import Findings, find
 from poise.watch.gain import find_gain
 from poise.watch.hooks import local_batch

@@ -1,6 +1,5 @@
 """Run a user's training script until its Balancer is prepared, and examine it there."""
 
-import runpy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 from poise.cli.doctor_facts import Examination
 from poise.cli.doctor_worker import examine
 from poise.errors import InvalidSetting
-from poise.lab.user_script import check_script, command_line
+from poise.script import check_script, run
 from poise.torch.balancer import Balancer
 from poise.torch.loader import lead
 
@@ -22,9 +21,9 @@ from poise.torch.loader import lead
 def examine_script(script: Sequence[str]) -> Examination | None:
     """Run a script, given with its arguments, up to prepare. None except on worker 0."""
     check_script(script)
-    with _stop_after_prepare(), command_line(script):
+    with _stop_after_prepare():
         try:
-            runpy.run_path(script[0], run_name="__main__")
+            run(script)
             ending = "ended"
         except _Prepared as prepared:
             return prepared.examination

@@ -12,8 +12,8 @@ from poise.cli.serve_board import ServeBoard
 from poise.engine.modes import Mode, Sync, mode_of
 from poise.environment import launched_as, shared_secret
 from poise.errors import InvalidSetting
-from poise.lab.user_script import check_script, replaced
-from poise.lab.worker import own_frames, run
+from poise.script import check_script, run, show_error
+from poise.watch.patching import replaced
 
 if TYPE_CHECKING:
     from poise.torch.asynchronous.role import Serving
@@ -120,8 +120,7 @@ def _served(script: Sequence[str], serving: "Serving") -> int:
         raise
     except Exception as error:
         _remember(error)
-        trace = own_frames(error.__traceback__, script[0])
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        show_error(error)
         return _FAILED
     if not prepared:
         raise InvalidSetting(

@@ -14,7 +14,7 @@ from poise.cli.worker_messages import WorkerEnded, receive
 from poise.environment import launched_as
 from poise.errors import InvalidSetting, WorkerLost
 from poise.lab.processes import local_workers
-from poise.lab.user_script import check_script
+from poise.script import check_script
 
 if TYPE_CHECKING:
     from poise.verify.causes import Cause

@@ -1,19 +1,14 @@
 """`poise watch`: run a training script unchanged, and say what its workers wait for."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from io import open_code
-from pathlib import Path
-from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table
 
 from poise.cli.requirements import require
 from poise.errors import InvalidSetting
-from poise.lab.user_script import check_script, command_line
+from poise.script import check_script, run, show_error
 from poise.watch.findings import LITTLE, Findings
 from poise.watch.monitor import Monitor
 from poise.watch.recorder import FIRST_STEPS, Recorder
@@ -46,44 +41,24 @@ def watch(
 
     report = _Report(as_json)
     monitor = Monitor(Recorder(steps=steps), report.show, every_s=every_s)
-    with watching(monitor), command_line(script):
+    with watching(monitor):
         try:
-            code = _run(script[0])
+            code = _run(script)
         finally:
             report.end(monitor)
     return code
 
 
-def _run(script: str) -> int:
+def _run(script: Sequence[str]) -> int:
     """Run to the end as `python SCRIPT` does: sys.exit passes, errors are printed as there."""
-    path = str(Path(script).resolve())
     try:
-        with _main_module(path) as module, open_code(path) as file:
-            exec(compile(file.read(), path, "exec"), vars(module))
+        run(script)
     except SystemExit:
         raise
     except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != path:
-            trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        show_error(error)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _FAILED
     return 0
-
-
-@contextmanager
-def _main_module(path: str) -> Iterator[ModuleType]:
-    """Make a module that is `__main__` for everyone, as pickled objects of a script need it.
-
-    Unlike in runpy, the first argument stays as typed.
-    """
-    ours, theirs = sys.modules["__main__"], ModuleType("__main__")
-    theirs.__file__ = path
-    sys.modules["__main__"] = theirs
-    try:
-        yield theirs
-    finally:
-        sys.modules["__main__"] = ours
 
 
 class _Report:

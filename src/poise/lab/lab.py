@@ -27,8 +27,8 @@ from poise.lab.processes import free_port
 from poise.lab.quota import make_parent, places
 from poise.lab.speeds import checked_speeds, parse_speeds, shown
 from poise.lab.throttle import Throttling, by_duty_cycle, by_pace, by_quota
-from poise.lab.user_script import check_script
 from poise.lab.walk import Walk, read_walk
+from poise.script import check_script
 
 _GRACE_S = 5.0
 """How long the others may go on when one has failed, or workers when their server has ended."""

@@ -6,7 +6,6 @@ step. PACE is `-` or the seconds per sample and fixed seconds, with a comma.
 """
 
 import functools
-import runpy
 import socket
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from poise.lab.line import Line, set_line
 from poise.lab.pacing import Pacer
-from poise.lab.user_script import command_line
+from poise.script import own_frames, run
 
 
 def watch_training(line: Line, pacer: Pacer | None) -> None:
@@ -59,39 +58,21 @@ def main(arguments: Sequence[str]) -> None:
         return
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # both are text files
-    _show_own_frames_only(script[0])  # before torch keeps the hook that it finds
+    _show_own_frames_only()  # before torch keeps the hook that it finds
     set_line(line)
     if find_spec("torch") is not None:
         watch_training(line, pacer)
     run(script)
 
 
-def run(script: Sequence[str]) -> None:
-    """Run a script or, after -m, a module, with its arguments."""
-    if script[0] == "-m":
-        sys.argv = list(script[1:])
-        runpy.run_module(script[1], run_name="__main__", alter_sys=True)
-        return
-    with command_line(script):
-        runpy.run_path(script[0], run_name="__main__")
-
-
-def own_frames(trace: TracebackType | None, script: str) -> TracebackType | None:
-    """Return the part of a trace that a script run by itself would show; all, if it has none."""
-    own = trace
-    while own is not None and own.tb_frame.f_code.co_filename != script:
-        own = own.tb_next
-    return own or trace
-
-
-def _show_own_frames_only(script: str) -> None:
+def _show_own_frames_only() -> None:
     """Show an error of the script as if it had been run by itself."""
     show = sys.excepthook
 
     def shortened(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        own = own_frames(trace, script)
+        own = own_frames(trace)
         show(kind, error.with_traceback(own), own)
 
     sys.excepthook = shortened

@@ -17,7 +17,6 @@ from torch.futures import Future
 from torch.utils.data import DataLoader
 
 from poise.core.batch import Batch
-from poise.lab.user_script import replaced
 from poise.torch.balancer import Balancer
 from poise.torch.checks import as_list, is_stream
 from poise.torch.loader import ShareLoader, TrainingSource
@@ -27,6 +26,7 @@ from poise.torch.run import Run
 from poise.torch.seeding import Wanted
 from poise.verify.observation import Variant
 from poise.verify.observer import Observer, Refused
+from poise.watch.patching import replaced
 
 _DROPOUTS = (
     "dropout",

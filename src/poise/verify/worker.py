@@ -6,7 +6,6 @@ it sees goes to a file in the directory, and so does the script's stderr; its st
 
 import os
 import random
-import runpy
 import signal
 import sys
 import traceback
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from poise.environment import launched_as
 from poise.errors import WorkerLost
-from poise.lab.user_script import command_line
+from poise.script import own_frames, run
 from poise.verify.course import Course
 from poise.verify.observation import Observation, Variant, write
 from poise.verify.observer import Enough, Observer, Refused
@@ -45,9 +44,9 @@ def observe(
     Raises Refused if there is nothing to compare.
     """
     observer = Observer(steps, variant, Course(directory, variant))
-    with _alike(), watching(observer, variant), command_line(script):
+    with _alike(), watching(observer, variant):
         try:
-            _run(observer, script[0], failing)
+            _run(observer, script, failing)
         finally:
             if dist.is_initialized():  # the script's own group, which it can no longer destroy
                 dist.destroy_process_group()
@@ -93,11 +92,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(observer: Observer, script: str, failing: Callable[[BaseException], None]) -> None:
+def _run(
+    observer: Observer, script: Sequence[str], failing: Callable[[BaseException], None]
+) -> None:
     """Run the script to its end, or as far as the observer wants to see it."""
     try:
         try:
-            runpy.run_path(script, run_name="__main__")
+            run(script)
         except SystemExit as left:
             if left.code:
                 raise
@@ -162,10 +163,7 @@ def _show(error: BaseException, script: str) -> None:
     if isinstance(error, SystemExit):
         sys.stderr.write(f"{script} called sys.exit({error.code!r})\n")
         return
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != script:
-        trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace or error.__traceback__)
+    traceback.print_exception(type(error), error, own_frames(error.__traceback__))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from poise.lab.user_script import replaced
 from poise.torch.clocks import DeviceClock
 from poise.watch.monitor import Monitor
+from poise.watch.patching import replaced
 from poise.watch.recorder import Recorder
 
 _MEETINGS = (

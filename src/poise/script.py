@@ -1,0 +1,75 @@
+"""The one place that runs a user's training script inside a command."""
+
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import open_code
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from poise.errors import InvalidSetting
+
+
+def check_script(script: Sequence[str]) -> None:
+    """Raise unless the script, given with its arguments, is a file."""
+    if not Path(script[0]).is_file():
+        raise InvalidSetting(f"there is no script {script[0]}; give the path of a Python file")
+
+
+def run(script: Sequence[str]) -> None:
+    """Run a script or, after -m, a module, with its arguments, to its end, as Python itself does.
+
+    What the script raises leaves it unchanged, SystemExit too.
+    """
+    if script[0] == "-m":
+        sys.argv = list(script[1:])
+        runpy.run_module(script[1], run_name="__main__", alter_sys=True)
+        return
+    path = str(Path(script[0]).absolute())
+    with command_line(script), _main_module(path) as module, open_code(path) as file:
+        exec(compile(file.read(), path, "exec"), vars(module))
+
+
+@contextmanager
+def command_line(script: Sequence[str]) -> Iterator[None]:
+    """Show the script what `python SCRIPT ARGS` would: its arguments, and its folder first."""
+    arguments, path = sys.argv, sys.path
+    sys.argv = list(script)
+    sys.path = [str(Path(script[0]).resolve().parent), *path[1:]]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = arguments, path
+
+
+def own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a trace that a script run by itself would show: what `run` called.
+
+    None if nothing of the script ran, as when it is no Python; all, if the error is not from `run`.
+    """
+    runner = trace
+    while runner is not None and runner.tb_frame.f_code is not run.__code__:
+        runner = runner.tb_next
+    return trace if runner is None else runner.tb_next
+
+
+def show_error(error: BaseException) -> None:
+    """Print an error of a script, which `run` raised, as if it had been run by itself."""
+    trace = own_frames(error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+@contextmanager
+def _main_module(path: str) -> Iterator[ModuleType]:
+    """Make a module that is `__main__` for everyone, as pickled objects of a script need it.
+
+    Unlike in runpy, the first argument stays as typed while the module's file is a whole path.
+    """
+    ours, theirs = sys.modules["__main__"], ModuleType("__main__")
+    theirs.__file__ = path
+    sys.modules["__main__"] = theirs
+    try:
+        yield theirs
+    finally:
+        sys.modules["__main__"] = ours
