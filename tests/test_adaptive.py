@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from poise.core.batch import Batch
 from poise.core.limits import Limits
 from poise.core.noise import GroupSums, summed_noise_scale
 from poise.core.observation import Change, Event
@@ -27,10 +29,13 @@ from poise.core.timing import SpeedModel
 from poise.errors import InvalidSetting, PoiseWarning, StateMismatch
 from poise.policy import Decision
 from poise.records import read_record, replay
+from poise.runtime.clocks import Stamp
+from poise.runtime.events import Applying, BucketReady, Events, HandedOut
 from poise.torch import Balancer, BySamples, norms
-from poise.torch.gradient_sums import Bucket
+from poise.torch.part_gradients import Bucket
 from poise.torch.rates import Rates
 from tests.cluster import Workers
+from tests.inside import norms_row, session_of
 from tests.test_exactness import EXACT
 from tests.training import Recipe, Weights, build, dataset, distance, weights
 
@@ -196,8 +201,7 @@ def measured(
         found = balancer.noise
         if found is None:
             return None
-        assert balancer._synchronous._exchange is not None
-        adapted = balancer._synchronous._exchange.engine.adapted
+        adapted = session_of(balancer).exchange.engine.adapted
         assert adapted is not None
         return Seen(
             found.trace,
@@ -352,32 +356,45 @@ class Ticking:
         self._cost_s = cost_s
         self._now_s = 0.0
 
-    def stamp(self) -> float:
+    def mark(self) -> float:
         self._now_s += self._cost_s
         return self._now_s
 
-    def passed(self, stamp: float) -> bool:
-        return stamp <= self._now_s
+    def passed(self, mark: float) -> bool:
+        return mark <= self._now_s
 
     def between_s(self, start: float, end: float) -> float:
         return end - start
 
+    def host_s(self) -> float:
+        return self._now_s
+
+
+def second_of_three() -> Any:
+    """Return what the second of three workers knows of the others."""
+    return SimpleNamespace(
+        generation=SimpleNamespace(worker=1, workers=3), counts=SimpleNamespace(own=4.0)
+    )
+
 
 @pytest.mark.parametrize(("cost_s", "seldom"), [(1e-9, 1), (3e-4, 8), (1.0, 64)])
-def test_looking_is_as_rare_as_its_cost_demands(
-    monkeypatch: pytest.MonkeyPatch, cost_s: float, seldom: int
-) -> None:
-    """Steps of 50 ms; a look takes twice as long as from one stamp to the next."""
+def test_looking_is_as_rare_as_its_cost_demands(cost_s: float, seldom: int) -> None:
+    """Steps of 50 ms; a look takes twice as long as from one mark to the next."""
     now_s = 0.0
-    monkeypatch.setattr("poise.torch.norms.time.perf_counter", lambda: now_s)
-    seen = norms.Norms(Ticking(cost_s), torch.device("cpu"), worker=1, workers=3, scaler=None)
+    seen = norms.Norms(Ticking(cost_s), torch.device("cpu"), second_of_three(), scaler=None)
+    events = Events()
+    seen.listen(events)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     looked = []
     for step in range(400):
-        seen.begin(step, 4, fresh=True)
-        seen.bucket(Bucket(0, last=True, flat=torch.ones(2), members=[]), 4.0)  # type: ignore[arg-type]
+        batch, stamp = Batch(step, 0, 0, (4, 4, 4)), Stamp(now_s, now_s, 0.0)
+        events.tell(
+            HandedOut(step, stamp, batch, 4, True, None, now_s, 0.0, compiled=False, fresh=True)
+        )
+        bucket = Bucket(0, last=True, flat=torch.ones(2), members=[])
+        events.tell(BucketReady(step, stamp, step, bucket, first=True))
         now_s += 0.05
-        seen.used(optimizer)
+        events.tell(Applying(step, Stamp(now_s, now_s, 0.0), optimizer))
         if not np.isnan(seen.row(step)[0]):
             looked.append(step)
     assert looked[0] == 0
@@ -400,9 +417,8 @@ def alone_with_many_parameters() -> tuple[float, float, int]:
             shared(points).square().sum(dim=1).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert balancer._synchronous._run.norms is not None
         for step in range(12):
-            row = balancer._synchronous._run.norms.row(step)
+            row = norms_row(balancer, step)
             if not np.isnan(row[0]):
                 found = summed_noise_scale(GroupSums(*row[:4].tolist()), float(row[4]))
                 assert found is not None
@@ -441,8 +457,7 @@ def rare_optimizers(way: str) -> tuple[int, float]:
         noise = balancer.noise
         if noise is None:
             return 0, 0.0
-        assert balancer._synchronous._exchange is not None
-        adapted = balancer._synchronous._exchange.engine.adapted
+        adapted = session_of(balancer).exchange.engine.adapted
         assert adapted is not None
         return noise.estimates, adapted.clipped_share
 

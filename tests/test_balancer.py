@@ -23,7 +23,7 @@ from poise.errors import InvalidSetting
 from poise.policy import Fixed
 from poise.torch import Balancer
 from poise.torch.loader import lead
-from poise.torch.slicing import emptied
+from poise.runtime.slicing import emptied
 from tests.cluster import Workers
 from tests.leaks import group_threads
 from tests.test_exactness import EXACT

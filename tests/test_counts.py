@@ -170,7 +170,7 @@ def test_a_count_is_a_number(workers: Workers) -> None:
 
 def zero_times_nan(split: list[int]) -> Weights:
     """Break it on purpose: weight 0 multiplies instead of overwriting."""
-    with patch("poise.torch.reduction._scale", lambda part, factor: part.mul_(factor)):
+    with patch("poise.torch.gradient_sum._scale", lambda part, factor: part.mul_(factor)):
         return train_counted("tokens", {0: split}, True)
 
 

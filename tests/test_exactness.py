@@ -115,7 +115,7 @@ def test_float32_stays_within_the_noise_of_rounding(
 
 def mean_of_means(recipe: Recipe, policy: Fixed) -> Log:
     """The usual mistake: every worker's mean counts the same."""
-    with patch("poise.torch.counts.weights", lambda counts: (1 / len(counts),) * len(counts)):
+    with patch("poise.runtime.counts.weights", lambda counts: (1 / len(counts),) * len(counts)):
         return train_balanced(recipe, policy)
 
 

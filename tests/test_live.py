@@ -16,8 +16,10 @@ from poise.lab import Pacer
 from poise.policy import Auto, Bounds
 from poise.records import read_record, replay
 from poise.torch import Balancer
-from poise.torch.learned import device_kind, same_kind
+from poise.runtime.learned import same_kind
+from poise.torch.devices import device_kind
 from tests.cluster import Workers
+from tests.inside import session_of
 from tests.test_exactness import EXACT
 from tests.test_start_step import check_every_sample_once_in_order
 from tests.training import Log, Recipe, build, dataset, distance, train_balanced, train_plain
@@ -223,7 +225,7 @@ class Tight:
     asked: list[float] = field(default_factory=list)
 
     def peak_bytes(self) -> float:
-        if self.balancer is None or self.balancer._synchronous._loader is None:
+        if self.balancer is None or not session_of(self.balancer).is_prepared:
             return 50e6
         return 50e6 + 10e6 * float(self.balancer.plan.split[self.balancer.worker])
 
@@ -236,7 +238,7 @@ def train_with_little_memory(policy: Any) -> list[tuple[int, ...]]:
     with pytest.MonkeyPatch.context() as patch, Balancer(48, policy=policy) as balancer:
         if balancer.worker == 0:
             memory.balancer = balancer
-            patch.setattr("poise.torch.synchronous.memory_of", lambda *_, **__: memory)
+            patch.setattr("poise.torch.preparation.memory_of", lambda *_, **__: memory)
         Pacer(0.002, 0.0, 1.0 if balancer.worker == 0 else 0.25).attach(model)
         loader = DataLoader(dataset(RECIPE), 48, shuffle=True)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
@@ -297,7 +299,7 @@ def resume_elsewhere(checkpoint: str, kinds: tuple[str, ...], policy: Any) -> li
     model, optimizer, _ = build(RECIPE)
     splits = []
     with pytest.MonkeyPatch.context() as patch, Balancer(24, policy=policy) as balancer:
-        patch.setattr("poise.torch.synchronous.device_kind", lambda _: kinds[balancer.worker])
+        patch.setattr("poise.torch.preparation.device_kind", lambda _: kinds[balancer.worker])
         loader = DataLoader(dataset(RECIPE), 24, shuffle=True)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         if Path(checkpoint).exists():

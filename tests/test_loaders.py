@@ -25,6 +25,7 @@ from poise.policy import Fixed
 from poise.torch import Balancer
 from poise.torch.seeding import SeededDataset, Wanted
 from tests.cluster import Workers
+from tests.inside import loader_of
 
 LENGTH = 37
 SPLIT = {0: [7, 3], 2: [0, 10]}
@@ -73,8 +74,7 @@ def train(balancer: Balancer, loader: DataLoader[Any], epochs: int) -> list[Any]
 
 def end_processes(balancer: Balancer) -> None:
     """End persistent loader processes, as the end of the interpreter would."""
-    loader: Any = balancer._synchronous._loader
-    loader._loader._iterator._shutdown_workers()
+    loader_of(balancer)._iterator._shutdown_workers()
 
 
 def loader_settings() -> tuple[list[Any], dict[str, Any]]:
@@ -93,7 +93,7 @@ def loader_settings() -> tuple[list[Any], dict[str, Any]]:
     )
     with Balancer(10, policy=Fixed(SPLIT)) as balancer:
         seen = train(balancer, loader, 2)
-        inner = balancer._synchronous._loader._loader  # type: ignore[union-attr]
+        inner = loader_of(balancer)
         kept = {
             name: getattr(inner, name)
             for name in ("num_workers", "persistent_workers", "prefetch_factor", "timeout")

@@ -12,18 +12,30 @@ import torch
 from poise.core.batch import Batch
 from poise.core.fit import Fit
 from poise.core.observation import Observation
-from poise.torch.clocks import Clock, DeviceClock, HostClock, clock_of
-from poise.torch.memory import Guard, HostMemory
-from poise.torch.meter import BUCKETS, LoaderRate, Meter, observation_of, unmeasured
+from poise.runtime.clocks import Clock, HostClock, Stamp, Stopwatch, Waits
+from poise.runtime.events import (
+    Applied,
+    BucketDone,
+    BucketReady,
+    Disturbed,
+    Event,
+    Events,
+    HandedOut,
+    Reduced,
+)
+from poise.runtime.memory import Guard, HostMemory
+from poise.runtime.meter import LoaderRate, Meter
+from poise.runtime.rows import BUCKETS, observation_of, unmeasured
+from poise.torch.clocks import DeviceClock, clock_of
 
 MB = 2.0**20
 
 
 @dataclass
 class FakeDevice:
-    """An accelerator whose stream gets to a stamp some time after it was taken.
+    """An accelerator whose stream gets to a mark some time after it was put there.
 
-    A stamp is the moment at which the stream will reach it.
+    A mark is the moment at which the stream will reach it.
     """
 
     lag: int = 3
@@ -32,14 +44,17 @@ class FakeDevice:
     behind_s: float = 0.0
     """How far the stream is behind the CPU."""
 
-    def stamp(self) -> float:
+    def mark(self) -> float:
         return self.now_s + self.behind_s
 
-    def passed(self, stamp: float) -> bool:
-        return stamp <= self.now_s
+    def passed(self, mark: float) -> bool:
+        return mark <= self.now_s
 
     def between_s(self, start: float, end: float) -> float:
         return end - start
+
+    def host_s(self) -> float:
+        return self.now_s
 
 
 @dataclass
@@ -57,34 +72,72 @@ class Bench:
 
     clock: FakeDevice = field(default_factory=lambda: FakeDevice(lag=1))
     loads_itself: bool = True
-    excused_s: float = 0.0
+    late: int = 0
+    """By how many steps events of the device are told late."""
+    waits: Waits = field(default_factory=Waits)
     meter: Meter = field(init=False)
+    events: Events = field(default_factory=Events)
+    told_later: list[tuple[int, Event]] = field(default_factory=list)
+    number: int = 0
+    """Of the step under way."""
+    buckets: int = 0
 
     def __post_init__(self) -> None:
-        self.meter = Meter(
-            self.clock,
-            Guard(FakeMemory()),
-            lambda: self.excused_s,
-            loads_itself=self.loads_itself,
-        )
+        self.meter = Meter(self.clock, Guard(FakeMemory()), loads_itself=self.loads_itself)
+        self.meter.listen(self.events)
 
-    def begin(self, step: int, *, whole: bool = True, compiled: bool = False) -> None:
-        batch = Batch(step=step, epoch=0, start=0, split=(4, 6))
-        self.meter.begin(batch, 4, whole=whole, compiled=compiled)
+    def stamp(self) -> Stamp:
+        return Stopwatch(self.clock, self.waits).stamp()
+
+    def tell(self, event: Event) -> None:
+        """Tell of something on the device, as late as that is."""
+        self.told_later.append((self.number + self.late, event))
+        self.catch_up(self.number)
+
+    def catch_up(self, step: int) -> None:
+        while self.told_later and self.told_later[0][0] <= step:
+            self.events.tell(self.told_later.pop(0)[1])
+
+    def begin(
+        self,
+        step: int,
+        *,
+        samples: int = 4,
+        whole: bool = True,
+        compiled: bool = False,
+        load_s: float = 0.0,
+    ) -> None:
+        asked_s = self.clock.now_s
+        self.clock.now_s += load_s
+        self.number = step
+        self.catch_up(step)
+        batch = Batch(step=step, epoch=0, start=0, split=(samples, 6))
+        stamp = self.stamp()
+        self.events.tell(
+            HandedOut(step, stamp, batch, samples, whole, None, asked_s, load_s, compiled, True)
+        )
 
     def backward(self, *buckets_s: float, sum_s: float) -> None:
         """Each bucket is ready so long after the one before, all sums are there at the end."""
-        handed = []
-        for number, each_s in enumerate(buckets_s):
+        first = self.buckets
+        for each_s in buckets_s:
             self.clock.now_s += each_s
-            handed.append(self.meter.ready(first=number == 0))
+            begins = self.buckets == first
+            self.tell(BucketReady(self.number, self.stamp(), self.buckets, None, begins))
+            self.buckets += 1
         self.clock.now_s += sum_s
-        for bucket in handed:
-            assert bucket is not None
-            self.meter.done(bucket)
+        for number in range(first, self.buckets):
+            self.tell(BucketDone(self.number, self.stamp(), number, None))
+        self.tell(Reduced(self.number, self.stamp(), (0.4, 0.6)))
 
-    def step(self, number: int, *buckets_s: float, sum_s: float = 0.5) -> None:
-        self.begin(number)
+    def updated(self) -> None:
+        self.tell(Applied(self.number, self.stamp(), None))
+
+    def disturb(self) -> None:
+        self.events.tell(Disturbed(self.number, self.stamp()))
+
+    def step(self, number: int, *buckets_s: float, sum_s: float = 0.5, load_s: float = 0.0) -> None:
+        self.begin(number, load_s=load_s)
         self.backward(*buckets_s, sum_s=sum_s)
 
     def seen(self, step: int) -> Observation:
@@ -103,7 +156,7 @@ def warmed_up(**settings: Any) -> Bench:
 def test_times_count_from_the_end_of_the_reduction_before() -> None:
     bench = warmed_up()
     bench.clock.now_s += 0.1  # update
-    bench.meter.updated()
+    bench.updated()
     bench.clock.now_s += 0.2  # the loop's own work
     bench.step(2, 1.0, 0.3, sum_s=0.5)
     seen = bench.seen(2)
@@ -122,8 +175,7 @@ def test_times_count_from_the_end_of_the_reduction_before() -> None:
 def test_the_first_step_with_another_size_says_nothing(samples: int, left_out: bool) -> None:
     bench = Bench()
     for number, size in enumerate([40, 40, 40, samples, samples]):
-        batch = Batch(step=number, epoch=0, start=0, split=(size, 6))
-        bench.meter.begin(batch, size, whole=True, compiled=False)
+        bench.begin(number, samples=size)
         bench.backward(1.0, sum_s=0.5)
     measured = [bool(np.isfinite(bench.meter.row(number)[7])) for number in range(5)]
     assert measured == [False, False, True, not left_out, True]
@@ -140,7 +192,7 @@ def test_waiting_for_others_is_no_work_of_the_worker() -> None:
         np.testing.assert_allclose(seen.ready_s[0], [1.0])
     bench.begin(4)
     bench.clock.now_s += 30.0  # say, the counts of all workers
-    bench.excused_s += 30.0
+    bench.waits.seconds += 30.0
     bench.backward(1.0, sum_s=0.5)
     seen = bench.seen(4)
     assert seen.ready_s is not None
@@ -156,7 +208,7 @@ def test_steps_that_say_nothing_are_left_out(what: str) -> None:
     if what == "warm-up":
         bench.step(0, 1.0)
     if what in ("pass", "evaluation"):
-        bench.meter.disturb()
+        bench.disturb()
     bench.begin(step, whole=what != "short")
     if what != "no backward":
         bench.backward(1.0, sum_s=0.5)
@@ -207,16 +259,10 @@ def test_many_buckets_are_put_together() -> None:
     assert (np.diff(seen.ready_s[0]) > 0).all()
 
 
-def test_loading_by_the_worker_is_work_and_by_processes_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loading_by_the_worker_is_work_and_by_processes_waiting() -> None:
     for loads_itself in (True, False):
         bench = warmed_up(loads_itself=loads_itself)
-        clock = bench.clock
-        monkeypatch.setattr("poise.torch.meter.time.perf_counter", lambda clock=clock: clock.now_s)
-        with bench.meter.loading():
-            bench.clock.now_s += 0.4
-        bench.step(2, 1.0)
+        bench.step(2, 1.0, load_s=0.4)
         seen = bench.seen(2)
         assert seen.ready_s is not None
         assert seen.done_s is not None
@@ -231,19 +277,14 @@ def test_loading_by_the_worker_is_work_and_by_processes_waiting(
 
 
 @pytest.mark.parametrize(("pause_s", "counts"), [(0.5, True), (30.0, False)])
-def test_a_step_after_a_long_pause_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, pause_s: float, counts: bool
-) -> None:
+def test_a_step_after_a_long_pause_says_nothing(pause_s: float, counts: bool) -> None:
     """Say, a checkpoint; a little logging is part of the loop."""
     bench = warmed_up()
-    monkeypatch.setattr("poise.torch.meter.time.perf_counter", lambda: bench.clock.now_s)
     for step in (2, 3):
         if step == 3:
             bench.clock.now_s += pause_s
-        with bench.meter.loading():
-            pass
         bench.step(step, 1.0)
-        bench.meter.updated()
+        bench.updated()
     seen = bench.seen(3)
     assert seen.ready_s is not None
     assert np.isnan(seen.ready_s).all() != counts
@@ -271,10 +312,31 @@ def test_a_device_is_read_when_it_got_there_and_never_waited_for() -> None:
     assert np.isnan(bench.meter.row(6)[1:]).all()
 
 
+@pytest.mark.parametrize("late", [1, 3])
+def test_events_that_are_told_late_give_the_same_observations(late: int) -> None:
+    """Events of a device, or of a graph, come steps after the batch they are about."""
+
+    def trained(late: int) -> list[list[float]]:
+        bench, chance = Bench(late=late), np.random.default_rng(1)
+        for number in range(12):
+            bench.begin(number, load_s=float(chance.uniform(0.0, 0.2)))
+            bench.backward(*chance.uniform(0.5, 1.0, size=3), sum_s=float(chance.uniform(0.1, 1)))
+            bench.waits.seconds += 0.05
+            bench.clock.now_s += float(chance.uniform(0.1, 0.2))
+            if number != 6:  # an optimizer that is left out
+                bench.updated()
+        bench.catch_up(99)
+        return [np.nan_to_num(bench.meter.row(number), nan=-1).tolist() for number in range(12)]
+
+    punctual = trained(0)
+    assert sum(row[7] > 0 for row in punctual) >= 9
+    assert trained(late) == punctual
+
+
 def test_the_clock_follows_the_device() -> None:
     host: Clock = clock_of(torch.device("cpu"))
     assert isinstance(host, HostClock)
-    first, second = host.stamp(), host.stamp()
+    first, second = host.mark(), host.mark()
     assert host.passed(second)
     assert host.between_s(first, second) >= 0
     assert isinstance(clock_of(torch.device("meta")), DeviceClock)
@@ -298,7 +360,7 @@ def test_events_of_a_device_are_read_in_milliseconds(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch, "Event", Event)
     clock = DeviceClock(torch.device("meta"))
-    start, end = clock.stamp(), clock.stamp()
+    start, end = clock.mark(), clock.mark()
     assert clock.passed(start)
     assert clock.between_s(start, end) == 0.25
     assert clock.lag >= 2

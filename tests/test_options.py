@@ -105,7 +105,7 @@ def test_a_hook_under_ours_gives_the_weighted_gradient(
 
 def unscaled_hook() -> Log:
     """Break it on purpose: the hook averages what nobody weighted."""
-    with patch("poise.torch.reduction.averaged", lambda *_: Scaling(1.0, 1.0)):
+    with patch("poise.torch.gradient_sum.averaged", lambda *_: Scaling(1.0, 1.0)):
         return train_with_hook("bf16", False)
 
 

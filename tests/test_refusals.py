@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from torch.utils.data import (
 from poise.environment import launched_as
 from poise.errors import Disagreement, InfeasibleSplit, OutOfOrder, PoiseError
 from poise.policy import Fixed
+from poise.runtime.instruments import Instrument, instrumented
 from poise.torch import Balancer
 from tests.cluster import Workers
 
@@ -176,10 +179,14 @@ def disagreements() -> dict[str, str]:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         loader = DataLoader(data, 6, shuffle=not odd["shuffle"])
         policy = Fixed([3, 2, 1]) if odd["policy"] else Fixed([1, 2, 3])
-        with Balancer(6, policy=policy, seed=5 if odd["seed"] else 0) as balancer:
+        other = Instrument(
+            settings=lambda stated: replace(stated, global_batch=7, policy=Fixed([1, 2, 4]))
+        )
+        with (
+            instrumented(other) if odd["batch"] else nullcontext(),
+            Balancer(6, policy=policy, seed=5 if odd["seed"] else 0) as balancer,
+        ):
             try:
-                if odd["batch"]:
-                    balancer._synchronous._global_batch = 7
                 balancer.prepare(model, optimizer, loader)
             except Disagreement as error:
                 messages[name] = str(error)

@@ -14,6 +14,7 @@ from poise.errors import Disagreement, OutOfOrder, StateMismatch
 from poise.policy import Fixed
 from poise.torch import Balancer
 from tests.cluster import Workers
+from tests.inside import session_of
 from tests.test_exactness import EXACT
 from tests.training import Recipe, build, dataset, distance, train_plain
 
@@ -49,7 +50,7 @@ def train_part(
                     break
             if state["step"] == stop_after:
                 break
-        everyone = balancer._synchronous._control.table(
+        everyone = session_of(balancer).peers.control.table(
             [state[k] for k in ("epoch", "position", "step")], "t"
         )
         assert all(row == everyone[0] for row in everyone)

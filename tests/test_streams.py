@@ -15,7 +15,7 @@ from poise.environment import launched_as
 from poise.errors import StateMismatch
 from poise.policy import Fixed
 from poise.torch import Balancer
-from poise.torch.counts import Counts
+from poise.runtime.counts import Counts
 from tests.cluster import Workers
 from tests.test_exactness import EXACT
 from tests.training import Weights, distance, weights

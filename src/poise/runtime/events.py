@@ -83,7 +83,7 @@ class HandedOut(NamedTuple):
     compiled: bool
     """Whether a compiler was at work in the step before, which is over now."""
     fresh: bool
-    """Whether the gradient starts from nothing; otherwise that of the batch before is part of it."""
+    """Whether the gradient starts from nothing; else that of the batch before is part of it."""
 
 
 class Reducing(NamedTuple):
@@ -99,7 +99,8 @@ class PartComputed(NamedTuple):
     step: int
     stamp: Stamp
     gradients: Sequence[Any]
-    count: float
+    counted: float
+    """What its mean loss was divided by."""
     samples: int
 
 
@@ -260,5 +261,3 @@ class Events:
                 call(event)
         except BaseException as error:
             self._failure = self._failure or error
-
-

@@ -96,8 +96,11 @@ class Exchange:
         """Tell the others of a batch that is handed out, and on worker 0 of a new plan."""
         if self._silent:
             return
+        due, first = self.announcements.is_due(batch.step), self._generation.worker == 0
+        while due and first and self._traveling and self._traveling[0].done():
+            self._absorb()  # so that what is decided on it goes out with this post
         self.announcements = self.announcements.handed_out(batch)
-        if self.announcements.is_due(batch.step):
+        if due:
             self._post(batch.step)
 
     def begin_pass(self, step: int) -> None:
@@ -139,8 +142,6 @@ class Exchange:
 
     def _post(self, step: int) -> None:
         worker, workers = self._generation.worker, self._generation.workers
-        while worker == 0 and self._traveling and self._traveling[0].done():
-            self._absorb()
         posted, self.announcements = self.announcements.post(step)
         measured = [each.row(batch.step) for batch in posted.reported for each in self._reporters]
         row = np.concatenate([[float(step)], *measured])

@@ -8,17 +8,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from poise.runtime.events import Events
+
+
+def _same(stated: Any) -> Any:
+    return stated
+
+
+def _nothing(_: Events) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instrument:
     """What a command wants of a training: to hear of it, and perhaps to change what is stated."""
 
-    listen: Callable[[Events], None] = lambda _: None
+    listen: Callable[[Events], None] = _nothing
     """Subscribes to what happens."""
-    settings: Callable[[SettingsT], SettingsT] = lambda stated: stated
+    settings: Callable[[Any], Any] = _same
     """Returns the settings to train with, for those that the script states."""
 
 

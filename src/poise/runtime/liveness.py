@@ -158,7 +158,7 @@ class Liveness:
         return None
 
     def _linger(self, blame: Blame | None) -> None:
-        """On worker 0, which may host the rendezvous: let the others find the same culprit first."""
+        """On worker 0, which may host the rendezvous: let others find the same culprit first."""
         if self._said.worker != 0:
             return
         deadline = time.monotonic() + _LINGER_S

@@ -231,10 +231,10 @@ class Meter:
             return ready_s, done_s
         worked_s, reduced_s, start = -waited_s, 0.0, origin
         for backward in step.backwards:
-            ready, done = backward[-1].ready, _sum_of(backward[-1])
-            worked_s += self._clock.between_s(start.mark, ready.mark)
-            reduced_s += self._clock.between_s(ready.mark, done.mark)
-            start = done
+            last, summed = backward[-1], _sum_of(backward[-1])
+            worked_s += self._clock.between_s(start.mark, last.ready.mark)
+            reduced_s += self._clock.between_s(last.ready.mark, summed.mark)
+            start = summed
         excused_s = step.backwards[-1][-1].ready.excused_s - origin.excused_s
         worked_s = max(0.0, worked_s - excused_s)
         return [worked_s], [worked_s + waited_s + reduced_s]

@@ -1,4 +1,4 @@
-"""The other workers of a generation: what is sized by their number, and built anew from the next."""
+"""The other workers: what is sized by their number, and built anew from each generation."""
 
 import socket
 
@@ -26,6 +26,10 @@ class Peers:
         self._events = events
         self._waits = waits
         self._count = count
+        self.generation: Generation = generation
+        self.liveness: Liveness
+        self.control: Control
+        self.counts: Counts
         self._build(generation)
         events.on(HandedOut, self._handed_out)
         events.on(Reducing, self._reducing)

@@ -71,9 +71,7 @@ class Session:
         self.events = events
         self.stopwatch = Stopwatch(HostClock(), Waits())
         self.peers = Peers(generation, rendezvous, events, self.stopwatch.waits, settings.count)
-        engine = Engine(
-            settings.policy, generation.workers, settings.global_batch, settings.adapt
-        )
+        engine = Engine(settings.policy, generation.workers, settings.global_batch, settings.adapt)
         try:
             self.first_plans, self.engine = engine.start()
         except PoiseError as error:
@@ -109,9 +107,7 @@ class Session:
         self.stopwatch.clock = equipment.clock
         table = self.peers.control.table([equipment.lead, equipment.meter.lag], "prepare")
         leads, lags = zip(*table, strict=True)
-        announcements = Announcements(
-            self.first_plans, delay(int(max(leads))), lag=int(max(lags))
-        )
+        announcements = Announcements(self.first_plans, delay(int(max(leads))), lag=int(max(lags)))
         self._exchange = self._exchange_of(announcements)
 
     def _exchange_of(self, announcements: Announcements) -> Exchange:

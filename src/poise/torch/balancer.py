@@ -15,23 +15,18 @@ from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
 from poise.engine.modes import Async, Stale, Sync
 from poise.policy import Policy
-from poise.torch.asynchronous.role import Role, role_of
-from poise.torch.asynchronous.server import Server
-from poise.torch.asynchronous.worker import JoinedWorker
-from poise.torch.counts import CountFunction
-from poise.torch.loader import Idle
+from poise.runtime.batches import Idle
+from poise.runtime.counts import CountFunction
+from poise.runtime.events import Events
+from poise.runtime.instruments import instruments
+from poise.runtime.slicing import Slicer
+from poise.runtime.training import Saved, Training
 from poise.torch.micro import Part
-from poise.torch.saved import Saved
-from poise.torch.settings import Settings, checked_settings
-from poise.torch.slicing import Slicer
+from poise.torch.settings import TorchSettings, checked_torch_settings
 from poise.torch.synchronous import Synchronous
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-Training = Synchronous | Server | JoinedWorker
-"""What stands behind a Balancer: one kind of training, in one of its processes."""
 
 
 class Balancer:
@@ -95,9 +90,10 @@ class Balancer:
             record: a file to which worker 0 writes one row per step; it must not exist. None:
                 nothing is written.
         """
-        settings = checked_settings(
+        settings = checked_torch_settings(
             global_batch=global_batch,
             policy=policy,
+            mode=mode,
             adapt=adapt,
             rate=rate,
             scaler=scaler,
@@ -111,7 +107,7 @@ class Balancer:
             hang_s=hang_s,
             record=record,
         )
-        self._training = _begin(role_of(mode), settings)
+        self._training = _begun(settings)
         self._over = False
         atexit.register(self._at_exit)
 
@@ -136,7 +132,7 @@ class Balancer:
     @property
     def samples(self) -> int:
         """Samples consumed so far, over the whole training and all workers."""
-        return self._training.samples
+        return self._training.progress.samples
 
     @property
     def effective_samples(self) -> float:
@@ -145,7 +141,7 @@ class Balancer:
         It grows by gain times the global batch of the start in every step; without adapt it
         equals samples.
         """
-        return self._training.effective_samples
+        return self._training.progress.effective_samples
 
     @property
     def noise(self) -> NoiseTrack | None:
@@ -254,12 +250,6 @@ class Balancer:
         elif self._ends():
             self._training.fail(error)  # the process may live on, and nobody must wait for it
 
-    @property
-    def _synchronous(self) -> Synchronous:
-        """The synchronous training behind it, for tools that look into that."""
-        assert isinstance(self._training, Synchronous)
-        return self._training
-
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         if error is None:
@@ -274,11 +264,23 @@ class Balancer:
         return first
 
 
-def _begin(role: Role, settings: Settings) -> Training:
+def _begun(stated: TorchSettings) -> Training:
+    """Begin the kind of training that the settings and the environment ask for."""
+    from poise.torch.asynchronous.role import role_of
+
+    events, settings = Events(), stated
+    for instrument in instruments():
+        settings = instrument.settings(settings)
+        instrument.listen(events)
+    role = role_of(settings.mode)
     match role.kind:
         case "server":
-            return Server(role, settings)
+            from poise.torch.asynchronous.server import Server
+
+            return Server(role, settings, events)
         case "worker":
-            return JoinedWorker(role, settings)
+            from poise.torch.asynchronous.worker import JoinedWorker
+
+            return JoinedWorker(role, settings, events)
         case _:
-            return Synchronous(settings)
+            return Synchronous(settings, events)

@@ -52,7 +52,7 @@ class Groups:
         limited = self._timeout is not None and not self._owns_world
         if not limited and _serves(str(dist.get_backend_config(world)), devices):
             return world
-        made = dist.new_group(backend=common_backend(devices), timeout=self._timeout)
+        made: ProcessGroup = dist.new_group(backend=common_backend(devices), timeout=self._timeout)
         self._own.append(made)
         return made
 
@@ -86,7 +86,8 @@ def common_backend(devices: Sequence[str]) -> str:
 def _serves(config: str, devices: Sequence[str]) -> bool:
     """Whether a group of these backends, by device, sums tensors on all these devices.
 
-    >>> _serves("cpu:gloo,cuda:nccl", ["cuda", "cuda"]), _serves("cpu:gloo,cuda:nccl", ["cuda", "cpu"])
+    >>> both = "cpu:gloo,cuda:nccl"
+    >>> _serves(both, ["cuda", "cuda"]), _serves(both, ["cuda", "cpu"])
     (True, False)
     """
     backends = dict(pair.split(":") for pair in config.split(","))

@@ -131,8 +131,9 @@ class MicroBatches:
         if self._told:
             return
         self._told = True
+        worker = self._session.generation.worker
         warnings.warn(
-            f"worker {self._session.generation.worker} ran out of memory with {tried} samples at once "
+            f"worker {worker} ran out of memory with {tried} samples at once "
             f"and goes on in parts of {self._most}; the gradient is the same. To start with "
             "this size, state it for this worker in Balancer(..., micro_batch=[...])",
             PoiseWarning,

@@ -232,9 +232,9 @@ class Norms:
         if look is None:
             return
         look.in_parts = True
-        if event.count:
+        if event.counted:
             with self._timed(look):
-                group = _Group(event.count, event.samples, _lengths(event.gradients))
+                group = _Group(event.counted, event.samples, _lengths(event.gradients))
                 look.groups.append(group)
 
     def _bucket(self, event: BucketReady) -> None:

@@ -210,6 +210,4 @@ def _training_loader(session: Session, handed: HandedIn) -> ShareLoader | Stream
         drop_last=loader.drop_last,
         idle=settings.idle,
     )
-    return ShareLoader(
-        loader, settings.source(source), seed=settings.seed, slicer=settings.slicer
-    )
+    return ShareLoader(loader, settings.source(source), seed=settings.seed, slicer=settings.slicer)

@@ -3,8 +3,8 @@
 from typing import Any
 
 from poise.errors import InvalidSetting, StateMismatch
+from poise.runtime.settings import is_number_of_samples
 from poise.torch.balancer import Balancer
-from poise.torch.settings import is_number_of_samples
 
 
 class BySamples:

@@ -123,7 +123,8 @@ class Synchronous:
         session, settings = self._session, self._settings
         passes = EvaluationPass(session, loader.batch_size)
         if is_stream(loader):
-            return StreamLoader(loader, StreamBatches(passes, session.peers.control), settings.slicer)
+            batches = StreamBatches(passes, session.peers.control)
+            return StreamLoader(loader, batches, settings.slicer)
         orders = orders_of(loader, length_of(loader), settings.seed, session.peers.control)
         source = MapBatches(passes, orders, worker=self.worker, drop_last=loader.drop_last)
         return ShareLoader(loader, source, seed=settings.seed, slicer=settings.slicer)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from poise.torch.clocks import Clock, HostClock
+from poise.runtime.clocks import Clock, HostClock
 from poise.watch.rows import Row
 
 FIRST_STEPS = 3
@@ -99,12 +99,12 @@ class Recorder:
     def gradient(self) -> None:
         """A local gradient is there."""
         if self.timer.cheap:
-            self._step.local = self.timer.stamp()
+            self._step.local = self.timer.mark()
 
     def gradients_done(self) -> None:
         """All local gradients of a backward are there."""
         if not self.timer.cheap:
-            self._step.local = self.timer.stamp()
+            self._step.local = self.timer.mark()
 
     def backward_done(self) -> None:
         """A backward is over, and so is its reduction if there was one."""
@@ -112,7 +112,7 @@ class Recorder:
         step.end_backward()
         if not step.reduced:
             return
-        end = self.timer.stamp()
+        end = self.timer.mark()
         counts = self._number >= FIRST_STEPS and not (self.complete or step.disturbed)
         if counts and self._begin is not None:
             self._ended.append(_Ended(self._number, self._begin, end, step))

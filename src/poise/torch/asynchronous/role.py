@@ -12,7 +12,7 @@ from poise.engine.modes import Async, Mode, Stale, Sync, mode_of
 from poise.environment import Launch, launched_as, server_address
 from poise.errors import InvalidSetting, PoiseWarning
 from poise.torch.asynchronous.service import Service
-from poise.torch.cluster import launch_store
+from poise.torch.groups import launch_store
 
 LOOPBACK = "127.0.0.1"
 _ADDRESS = "poise/server"
