@@ -1,27 +1,25 @@
 """Run a user's training script until its Balancer is prepared, and examine it there."""
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from poise.cli.doctor_facts import Examination
 from poise.cli.doctor_worker import examine
 from poise.errors import InvalidSetting
+from poise.runtime.events import Begun, Events, Prepared, Preparing
+from poise.runtime.instruments import Instrument, instrumented
 from poise.script import check_script, run
-from poise.torch.balancer import Balancer
-from poise.torch.loader import lead
 
 
 def examine_script(script: Sequence[str]) -> Examination | None:
     """Run a script, given with its arguments, up to prepare. None except on worker 0."""
     check_script(script)
-    with _stop_after_prepare():
+    stop = _Stop()
+    with instrumented(Instrument(listen=stop.listen)), stop.catching:
         try:
             run(script)
             ending = "ended"
@@ -46,24 +44,38 @@ class _Prepared(BaseException):
         self.examination = examination
 
 
-@contextmanager
-def _stop_after_prepare() -> Iterator[None]:
-    """Let Balancer.prepare do its work, examine the group, and leave the script."""
-    original = Balancer.prepare
+class _Stop:
+    """Lets Balancer.prepare do its work, examines the group, and leaves the script."""
 
-    def prepare(
-        self: Balancer, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]
-    ) -> Any:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            original(self, model, optimizer, loader)
-        texts = [str(warning.message) for warning in caught]
-        examination = examine(self._synchronous._cluster, lead(loader), texts)
-        self.close()
+    def __init__(self) -> None:
+        self._balancer: Any = None
+        self.catching = ExitStack()
+        """Ends the catching of warnings."""
+        self._caught: list[warnings.WarningMessage] = []
+
+    def listen(self, events: Events) -> None:
+        """Hear of a training."""
+        events.on(Begun, self._begun)
+        events.on(Preparing, self._preparing)
+        events.on(Prepared, self._prepared)
+
+    def _begun(self, event: Begun) -> None:
+        self._balancer = event.balancer
+
+    def _preparing(self, _: Preparing) -> None:
+        catching = warnings.catch_warnings(record=True)
+        self._caught = self.catching.enter_context(catching) or []
+        warnings.simplefilter("always")
+
+    def _prepared(self, event: Prepared) -> None:
+        self.catching.close()
+        if event.peers is None:
+            raise InvalidSetting(
+                "doctor looks at workers that train together, and this script trains with a "
+                'server; run it with mode="sync", without POISE_SERVER'
+            )
+        texts = [str(warning.message) for warning in self._caught]
+        device = next(event.models[0].parameters()).device
+        examination = examine(event.peers, device, event.lead, texts)
+        self._balancer.close()
         raise _Prepared(examination)
-
-    setattr(Balancer, "prepare", prepare)  # noqa: B010 (mypy forbids to assign to a method)
-    try:
-        yield
-    finally:
-        setattr(Balancer, "prepare", original)  # noqa: B010

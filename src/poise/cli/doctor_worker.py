@@ -9,7 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from statistics import median
 
 import numpy as np
@@ -19,7 +19,10 @@ import torch.distributed as dist
 from poise import __version__, environment
 from poise.cli.doctor_facts import Examination, Facts, Timing
 from poise.cli.worker_messages import send
-from poise.torch.cluster import Cluster
+from poise.runtime.clocks import Waits
+from poise.runtime.events import Events
+from poise.runtime.peers import Peers
+from poise.torch.groups import Groups
 
 _HANG_S = 60.0
 _WARM_UPS = 2
@@ -29,22 +32,36 @@ _REPEATS = {4_000: 21, 64_000: 21, 1_000_000: 9, 16_000_000: 5}
 
 def examine_group() -> Examination | None:
     """Join the launcher's group, or be alone, and examine it. None except on worker 0."""
-    _choose_accelerator()
-    cluster = Cluster.join(_HANG_S)
-    examination = examine(cluster)
-    cluster.leave()
+    device = _chosen_device()
+    groups = Groups(_HANG_S)
+    peers = Peers(groups.generation, groups.rendezvous, Events(), Waits(), count=None)
+    group = groups.gradients(peers.control.texts(device.type, "doctor"))
+    peers.generation = replace(peers.generation, gradients=group)
+    examination = examine(peers, device)
+    peers.liveness.finish()
+    peers.part()
+    groups.leave()
     return examination
 
 
 def examine(
-    cluster: Cluster, lead: int | None = None, warnings: Sequence[str] = ()
+    peers: Peers, device: torch.device, lead: int | None = None, warnings: Sequence[str] = ()
 ) -> Examination | None:
-    """Examine a group that exists; all workers call it together. None except on worker 0."""
-    timings = _time_all_reduces(cluster) if cluster.workers > 1 else []
-    everyone = _gather(cluster, _facts(cluster.worker, lead, warnings))
-    if cluster.worker != 0:
+    """Examine a group that exists; all workers call it together. None except on worker 0.
+
+    Args:
+        peers: the workers.
+        device: where this one computes.
+        lead: how many steps its loader runs ahead, if it has one.
+        warnings: what its script was warned of.
+    """
+    group = peers.generation.gradients
+    timings = _time_all_reduces(group, device) if peers.generation.workers > 1 else []
+    own = _facts(peers.generation.worker, lead, warnings)
+    everyone = [Facts.from_json(text) for text in peers.control.texts(own.to_json(), "doctor")]
+    if peers.generation.worker != 0:
         return None
-    return Examination(everyone, str(dist.get_backend(cluster.gradients)), timings)
+    return Examination(everyone, str(dist.get_backend(group)), timings)
 
 
 def main() -> None:
@@ -80,44 +97,34 @@ def _accelerators() -> str:
     return "none" if kind is None else f"{torch.accelerator.device_count()} x {kind.type}"
 
 
-def _choose_accelerator() -> None:
+def _chosen_device() -> torch.device:
     """Give each worker of a machine an accelerator of its own, as a training script does."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
     launch = environment.launched_as()
-    if launch is not None and torch.accelerator.is_available():
+    if kind is None:
+        return torch.device("cpu")
+    if launch is not None:
         torch.accelerator.set_device_index(launch.worker % torch.accelerator.device_count())
+    return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-def _gather(cluster: Cluster, own: Facts) -> list[Facts]:
-    """Return everyone's facts on worker 0, and nothing on the others; text through the store."""
-    store, everyone = cluster.store, range(cluster.workers)
-    store.set(f"doctor/facts/{cluster.worker}", own.to_json())
-    # Nobody goes on, and closes its connections, while others may still be in the all-reduce.
-    store.wait([f"doctor/facts/{worker}" for worker in everyone])
-    store.set(f"doctor/left/{cluster.worker}", "yes")
-    if cluster.worker != 0:
-        return []
-    store.wait([f"doctor/left/{worker}" for worker in everyone])  # worker 0 may host the store
-    return [Facts.from_json(store.get(f"doctor/facts/{worker}")) for worker in everyone]
-
-
-def _time_all_reduces(cluster: Cluster) -> list[Timing]:
-    device = torch.accelerator.current_accelerator() if cluster.on_accelerator else None
+def _time_all_reduces(group: dist.ProcessGroup, device: torch.device) -> list[Timing]:
     return [
-        Timing(size_bytes, _median_s(cluster, torch.zeros(size_bytes // 4, device=device), repeats))
+        Timing(size_bytes, _median_s(group, torch.zeros(size_bytes // 4, device=device), repeats))
         for size_bytes, repeats in _REPEATS.items()
     ]
 
 
-def _median_s(cluster: Cluster, tensor: torch.Tensor, repeats: int) -> float:
+def _median_s(group: dist.ProcessGroup, tensor: torch.Tensor, repeats: int) -> float:
     for _ in range(_WARM_UPS):
-        _all_reduce_s(cluster, tensor)
-    return median(_all_reduce_s(cluster, tensor) for _ in range(repeats))
+        _all_reduce_s(group, tensor)
+    return median(_all_reduce_s(group, tensor) for _ in range(repeats))
 
 
-def _all_reduce_s(cluster: Cluster, tensor: torch.Tensor) -> float:
+def _all_reduce_s(group: dist.ProcessGroup, tensor: torch.Tensor) -> float:
     start_s = time.perf_counter()
-    dist.all_reduce(tensor, group=cluster.gradients)
-    if cluster.on_accelerator:
+    dist.all_reduce(tensor, group=group)
+    if tensor.device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter() - start_s
 

@@ -5,15 +5,16 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from poise.cli.requirements import require
 from poise.cli.serve_board import ServeBoard
 from poise.engine.modes import Mode, Sync, mode_of
 from poise.environment import launched_as, shared_secret
 from poise.errors import InvalidSetting
+from poise.runtime.events import Prepared
+from poise.runtime.instruments import Instrument, instrumented
 from poise.script import check_script, run, show_error
-from poise.watch.patching import replaced
 
 if TYPE_CHECKING:
     from poise.torch.asynchronous.role import Serving
@@ -98,17 +99,11 @@ def invitation(address: str, script: Sequence[str]) -> str:
 def _served(script: Sequence[str], serving: "Serving") -> int:
     """Run the script to its end as `python SCRIPT` does: sys.exit passes, errors are printed."""
     from poise.torch.asynchronous.role import serving_as
-    from poise.torch.asynchronous.server import Server
 
-    prepared: list[Server] = []
-    prepare = Server.prepare
-
-    def noted(self: Server, *args: Any, **kwargs: Any) -> Any:
-        prepared.append(self)
-        return prepare(self, *args, **kwargs)
-
+    prepared: list[Prepared] = []
+    noting = Instrument(listen=lambda events: events.on(Prepared, prepared.append))
     try:
-        with serving_as(serving), replaced(Server, "prepare", noted):
+        with serving_as(serving), instrumented(noting):
             run(script)
     except SystemExit as ending:
         if ending.code:

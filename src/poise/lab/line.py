@@ -17,27 +17,6 @@ PREPARED = b"p"
 STEP = b"s"
 
 
-_line: "list[Line]" = []
-"""That of this process, if it is a lab's worker."""
-
-
-def set_line(line: "Line") -> None:
-    """Let trainings in this process tell their lab through a line."""
-    _line.append(line)
-
-
-def tell_prepared(models: "Sequence[nn.Module]") -> None:
-    """Tell the lab, if there is one, that training is prepared without DistributedDataParallel."""
-    for line in _line:
-        line.prepared(models)
-
-
-def tell_step() -> None:
-    """Tell the lab, if there is one, of a step of such a training."""
-    for line in _line:
-        line.step()
-
-
 class Line:
     """The worker's end of the socket between it and the lab."""
 

@@ -13,38 +13,63 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
-from poise.lab.line import Line, set_line
+from poise.lab.line import Line
 from poise.lab.pacing import Pacer
+from poise.runtime.events import Events, HandedOut, Prepared
+from poise.runtime.instruments import Instrument, instrumented
 from poise.script import own_frames, run
 
 
-def watch_training(line: Line, pacer: Pacer | None) -> None:
-    """Have the line told of the first DistributedDataParallel and of the steps of all."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
+class TrainingWatch:
+    """Has the line told when training is prepared, and of its steps.
 
-    build: Any = DistributedDataParallel.__init__
-    forward: Any = DistributedDataParallel.forward
-    built = False
+    Training is prepared when the first DistributedDataParallel is built. With a server there is
+    none: then a Balancer tells.
+    """
 
-    @functools.wraps(build)
-    def watched_build(self: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal built
-        build(self, *args, **kwargs)
-        if pacer is not None:
-            pacer.attach(self)
-        if not built:
-            built = True
-            line.prepared()
+    def __init__(self, line: Line, pacer: Pacer | None) -> None:
+        self._line = line
+        self._pacer = pacer
+        self._built = False
 
-    @functools.wraps(forward)
-    def watched_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled():
-            line.step()
-        return forward(self, *args, **kwargs)
+    def look_at_ddp(self) -> None:
+        """See every DistributedDataParallel of this process."""
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
 
-    setattr(DistributedDataParallel, "__init__", watched_build)  # noqa: B010 (mypy forbids =)
-    setattr(DistributedDataParallel, "forward", watched_forward)  # noqa: B010 (the same)
+        build: Any = DistributedDataParallel.__init__
+        forward: Any = DistributedDataParallel.forward
+
+        @functools.wraps(build)
+        def watched_build(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            build(ddp, *args, **kwargs)
+            if self._pacer is not None:
+                self._pacer.attach(ddp)
+            if not self._built:
+                self._built = True
+                self._line.prepared()
+
+        @functools.wraps(forward)
+        def watched_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+            if ddp.training and torch.is_grad_enabled():
+                self._line.step()
+            return forward(ddp, *args, **kwargs)
+
+        setattr(DistributedDataParallel, "__init__", watched_build)  # noqa: B010 (mypy forbids =)
+        setattr(DistributedDataParallel, "forward", watched_forward)  # noqa: B010 (the same)
+
+    def listen(self, events: Events) -> None:
+        """Hear of trainings without DistributedDataParallel."""
+        events.on(Prepared, self._prepared)
+        events.on(HandedOut, self._handed_out)
+
+    def _prepared(self, event: Prepared) -> None:
+        if not self._built and event.models:  # a server computes nothing, and is not throttled
+            self._line.prepared(event.models)
+
+    def _handed_out(self, _: HandedOut) -> None:
+        if not self._built:
+            self._line.step()
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -59,10 +84,11 @@ def main(arguments: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # both are text files
     _show_own_frames_only()  # before torch keeps the hook that it finds
-    set_line(line)
+    watch = TrainingWatch(line, pacer)
     if find_spec("torch") is not None:
-        watch_training(line, pacer)
-    run(script)
+        watch.look_at_ddp()
+    with instrumented(Instrument(listen=watch.listen)):
+        run(script)
 
 
 def _show_own_frames_only() -> None:

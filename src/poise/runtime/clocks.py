@@ -71,6 +71,11 @@ class Stamp(NamedTuple):
     """How long the worker had waited for others by then, since it began."""
 
 
+def host_stamp(waits: Waits | None = None) -> Stamp:
+    """Stamp something that happens on no device."""
+    return Stamp(None, time.perf_counter(), 0.0 if waits is None else waits.seconds)
+
+
 class Stopwatch:
     """Takes the stamps of one worker."""
 

@@ -51,3 +51,6 @@ class Collectives(Protocol):
 
     def gather(self, row: Floats, rows: Floats | None) -> Pending:
         """Give worker 0 everybody's row, in rows, which is None on the others."""
+
+    def close(self) -> None:
+        """Let go of the connections; the numbers of the workers are still known."""

@@ -22,7 +22,15 @@ from poise.core.observation import Change, Observation
 from poise.core.plan import Plan
 from poise.engine.bsp import Engine
 from poise.runtime.clocks import Stamp
-from poise.runtime.generation import Generation
+
+
+class Begun(NamedTuple):
+    """A script has made its Balancer."""
+
+    step: int
+    stamp: Stamp
+    balancer: Any
+    """What the script holds: it can be closed, and left with an error, as `with` leaves it."""
 
 
 class Preparing(NamedTuple):
@@ -37,13 +45,13 @@ class Prepared(NamedTuple):
 
     step: int
     stamp: Stamp
-    training: Any
-    """What the script's Balancer stands for: a `poise.runtime.training.Training`."""
-    generation: Generation | None
-    """Who trains together; None with a server."""
+    peers: Any
+    """The other workers: a `poise.runtime.peers.Peers`; None with a server."""
     models: Sequence[Any]
-    """As the script gets them back."""
+    """What this process computes with, as the script gets it back; nothing on a server."""
     optimizers: Sequence[Any]
+    streams: bool
+    """Whether the data is a stream."""
     lead: int
     """How many steps this worker's loader runs ahead."""
 
@@ -209,7 +217,8 @@ class Lost(NamedTuple):
 
 
 Event = (
-    Preparing
+    Begun
+    | Preparing
     | Prepared
     | PassBegan
     | Disturbed

@@ -23,9 +23,8 @@ from poise.engine.start_step import Announcements, Posted
 from poise.errors import Disagreement
 from poise.policy import Forecasting
 from poise.runtime.clocks import Stopwatch
-from poise.runtime.collectives import Disconnected, Pending
+from poise.runtime.collectives import Collectives, Disconnected, Pending
 from poise.runtime.events import Decided, Events, Resumed
-from poise.runtime.generation import Generation
 from poise.runtime.learned import Known
 from poise.runtime.liveness import Liveness
 from poise.runtime.rows import Reporter, observation_of, unmeasured
@@ -58,7 +57,7 @@ class Exchange:
 
     def __init__(
         self,
-        generation: Generation,
+        collectives: Collectives,
         liveness: Liveness,
         events: Events,
         stopwatch: Stopwatch,
@@ -71,7 +70,7 @@ class Exchange:
         self.engine = engine
         """What was learned; on worker 0 alone."""
         self.announcements = announcements
-        self._generation = generation
+        self._collectives = collectives
         self._liveness = liveness
         self._events = events
         self._stopwatch = stopwatch
@@ -82,7 +81,7 @@ class Exchange:
 
     def forecast(self) -> Forecast | None:
         """Return what is predicted by all that is known on worker 0; None where nothing is."""
-        if self._generation.worker or not isinstance(self.engine.policy, Forecasting):
+        if self._collectives.worker or not isinstance(self.engine.policy, Forecasting):
             return None
         return self.engine.policy.forecast(self.engine.state)
 
@@ -96,7 +95,7 @@ class Exchange:
         """Tell the others of a batch that is handed out, and on worker 0 of a new plan."""
         if self._silent:
             return
-        due, first = self.announcements.is_due(batch.step), self._generation.worker == 0
+        due, first = self.announcements.is_due(batch.step), self._collectives.worker == 0
         while due and first and self._traveling and self._traveling[0].done():
             self._absorb()  # so that what is decided on it goes out with this post
         self.announcements = self.announcements.handed_out(batch)
@@ -117,7 +116,7 @@ class Exchange:
         self.announcements = self.announcements.resume(step, timetable)
         start_step = self.announcements.start_step
         engine, change, plan = None, None, None
-        if known is not None and self._generation.worker == 0:
+        if known is not None and self._collectives.worker == 0:
             plan, self.engine = known.go_on(start_step)
             engine, change = known.engine, known.change
             self.announcements = self.announcements.decide(plan)
@@ -141,13 +140,13 @@ class Exchange:
             self._absorb()
 
     def _post(self, step: int) -> None:
-        worker, workers = self._generation.worker, self._generation.workers
+        worker, workers = self._collectives.worker, self._collectives.workers
         posted, self.announcements = self.announcements.post(step)
         measured = [each.row(batch.step) for batch in posted.reported for each in self._reporters]
         row = np.concatenate([[float(step)], *measured])
         rows = np.full((workers, len(row)), np.nan) if worker == 0 else None
         message = self._message(posted)
-        collectives = self._generation.collectives
+        collectives = self._collectives
         with self._liveness.watch(f"the exchange of step {step}"):
             # Together 2 (n - 1) messages; an all-reduce of a table is 2 n (n - 1).
             pending = collectives.gather(row, rows), collectives.broadcast(message, 0)
@@ -155,7 +154,7 @@ class Exchange:
 
     def _message(self, posted: Posted) -> Floats:
         """Return what worker 0 says; on the others, room for it."""
-        message = np.zeros(3 + self._generation.workers)
+        message = np.zeros(3 + self._collectives.workers)
         message[0], message[1] = posted.step, _NO_CHANGE
         if posted.plan is not None:
             message[1], message[2] = posted.plan.start_step, posted.plan.gain

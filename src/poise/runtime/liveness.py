@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from poise.core.liveness import Blame, Sign, find_culprit
 from poise.errors import WorkerLost
-from poise.runtime.clocks import Stamp, Waits
+from poise.runtime.clocks import Waits, host_stamp
 from poise.runtime.collectives import Disconnected
 from poise.runtime.events import Events, Lost
 from poise.runtime.generation import Generation
@@ -29,6 +29,29 @@ _SEARCH_S = 6.0
 """How long to look for the culprit before giving up on a name."""
 _LINGER_S = 3.0
 """How long worker 0, which may host the rendezvous, leaves it to the others after a loss."""
+
+
+class Heart:
+    """Calls a function twice a second in a thread of its own, as long as that returns True."""
+
+    def __init__(self, beat: Callable[[], bool]) -> None:
+        self._beat = beat
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="poise-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Beat no more."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_BEAT_S) and self._beat():
+            pass
 
 
 class Liveness:
@@ -53,11 +76,12 @@ class Liveness:
         self._waits = waits
         self._events = events
         self._telling = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="poise-heartbeat", daemon=True)
+        self._lost: set[int] | None = None
+        """Workers that were found lost; None: nothing was found to be wrong."""
+        self._heart = Heart(self._beat)
         self._say()
         if generation.workers > 1:
-            self._thread.start()
+            self._heart.start()
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -96,9 +120,9 @@ class Liveness:
         sys.stderr.write(f"poise: worker {self._said.worker}: {message}\n")
         sys.stderr.flush()
         if blame is not None:
-            stamp = Stamp(None, time.perf_counter(), self._waits.seconds)
+            stamp = host_stamp(self._waits)
             self._events.tell(Lost(self.step, stamp, blame.worker, blame.reason))
-        self._linger(blame)
+        self._lost = {blame.worker} if blame else set()
         return WorkerLost(message)
 
     def fail(self, why: str) -> None:
@@ -106,6 +130,22 @@ class Liveness:
         if self._said.state == "running":
             self._leave(why, lost=None)
         self.end()
+
+    def linger(self) -> None:
+        """On worker 0, which may host the rendezvous: let others find the same culprit first.
+
+        To be called when this worker has left its groups, from which they see that it is so far.
+        """
+        if self._said.worker != 0 or self._lost is None:
+            return
+        deadline = time.monotonic() + _LINGER_S
+        with suppress(RendezvousLost):
+            while time.monotonic() < deadline and any(
+                peer.state == "running" and not self._gone(peer)
+                for peer in self._signs().values()
+                if peer.worker not in self._lost
+            ):
+                time.sleep(_POLL_S)
 
     def finish(self) -> None:
         """Say that this worker is done, and wait until every other one is done or lost.
@@ -157,29 +197,17 @@ class Liveness:
             )
         return None
 
-    def _linger(self, blame: Blame | None) -> None:
-        """On worker 0, which may host the rendezvous: let others find the same culprit first."""
-        if self._said.worker != 0:
-            return
-        deadline = time.monotonic() + _LINGER_S
-        with suppress(RendezvousLost):
-            while time.monotonic() < deadline and any(
-                peer.state == "running" and not self._gone(peer)
-                for peer in self._signs().values()
-                if blame is None or peer.worker != blame.worker
-            ):
-                time.sleep(_POLL_S)
-
-    def _beat(self) -> None:
-        with suppress(RendezvousLost):  # then no heartbeat; the search for the culprit says so
-            while not self._stop.wait(_BEAT_S):
-                self._say(beat=self._said.beat + 1)
+    def _beat(self) -> bool:
+        """Give a sign of life; False: nobody can hear it any more."""
+        try:
+            self._say(beat=self._said.beat + 1)
+        except RendezvousLost:  # the search for the culprit says so
+            return False
+        return True
 
     def end(self) -> None:
         """Give no more signs of life."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._heart.end()
 
     def _leave(self, why: str, *, lost: int | None) -> None:
         with suppress(RendezvousLost):  # then nobody is left to be told

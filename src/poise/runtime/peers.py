@@ -1,6 +1,7 @@
 """The other workers: what is sized by their number, and built anew from each generation."""
 
 import socket
+from dataclasses import replace
 
 from poise.runtime.clocks import Waits
 from poise.runtime.control import Control
@@ -38,6 +39,11 @@ class Peers:
         """Go on with those of another generation."""
         self.liveness.end()
         self._build(generation)
+
+    def part(self) -> None:
+        """Let go of the connections: when nothing else holds them, the others see that."""
+        self.generation.collectives.close()
+        self.generation = replace(self.generation, gradients=None)
 
     def introduce(self, kind: str) -> int:
         """Have everybody know the kinds of all devices; return how many workers share this host.

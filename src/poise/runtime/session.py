@@ -119,7 +119,7 @@ class Session:
         if not silent and self._exchange is None:
             self._equipment.meter.listen(self.events)
         return Exchange(
-            generation,
+            generation.collectives,
             self.peers.liveness,
             self.events,
             self.stopwatch,
@@ -202,8 +202,7 @@ class Session:
 
     def applying(self, optimizer: Any) -> None:
         """An optimizer is about to use the gradient."""
-        if self.events.heard(Applying):
-            self.events.tell(self.stamped(Applying, optimizer))
+        self.events.tell(self.stamped(Applying, optimizer))
 
     def applied(self, optimizer: Any) -> None:
         """An optimizer has used the gradient; raise if it was not that of the global batch."""

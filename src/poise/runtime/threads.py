@@ -106,6 +106,9 @@ class ThreadCollectives:
         """Copy all rows, if there is room for them."""
         return self._post(row, lambda parts: None if rows is None else np.copyto(rows, parts))
 
+    def close(self) -> None:
+        """There are none to let go of."""
+
     def _post(self, own: Numbers, take: Callable[[Sequence[Numbers]], None]) -> _Posted:
         return _Posted(self.group, self.group.post(self.worker, own, take))
 

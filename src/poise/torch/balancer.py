@@ -17,7 +17,8 @@ from poise.engine.modes import Async, Stale, Sync
 from poise.policy import Policy
 from poise.runtime.batches import Idle
 from poise.runtime.counts import CountFunction
-from poise.runtime.events import Events
+from poise.runtime.clocks import host_stamp
+from poise.runtime.events import Begun, Events
 from poise.runtime.instruments import instruments
 from poise.runtime.slicing import Slicer
 from poise.runtime.training import Saved, Training
@@ -107,9 +108,11 @@ class Balancer:
             hang_s=hang_s,
             record=record,
         )
-        self._training = _begun(settings)
+        events = Events()
+        self._training = _begun(settings, events)
         self._over = False
         atexit.register(self._at_exit)
+        events.tell(Begun(0, host_stamp(), self))
 
     @property
     def worker(self) -> int:
@@ -264,11 +267,10 @@ class Balancer:
         return first
 
 
-def _begun(stated: TorchSettings) -> Training:
+def _begun(settings: TorchSettings, events: Events) -> Training:
     """Begin the kind of training that the settings and the environment ask for."""
     from poise.torch.asynchronous.role import role_of
 
-    events, settings = Events(), stated
     for instrument in instruments():
         settings = instrument.settings(settings)
         instrument.listen(events)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class GlooCollectives:
     """The operations of one process group of torch's, for small tensors on the CPU."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self._group: ProcessGroup | None = group
         self.worker = dist.get_rank(group)
         self.workers = dist.get_world_size(group)
 
@@ -66,6 +67,10 @@ class GlooCollectives:
             work = dist.gather(tensor, room, group_dst=0, group=self._group, async_op=True)
         return _pending(work, tensor, *(room or ()))
 
+    def close(self) -> None:
+        """Let go of the group, whose connections end with its last reference."""
+        self._group = None
+
 
 class StoreRendezvous:
     """A store of torch's: what one worker sets, all get."""
@@ -85,15 +90,25 @@ class StoreRendezvous:
             return [text.decode() for text in self._store.multi_get(list(keys))]
 
 
-@contextmanager
-def disconnecting() -> Iterator[None]:
-    """Raise what torch says of a broken connection or a time-out as Disconnected."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not _is_broken_connection(error):
-            raise
-        raise disconnection(error) from error
+class disconnecting:  # noqa: N801 (read as a verb, like contextlib's own)
+    """Raises what torch says of a broken connection or a time-out as Disconnected.
+
+    The trace of torch's error is dropped: its frames hold DistributedDataParallel, and so the
+    connections by whose end others notice that this worker leaves.
+    """
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del trace
+        if isinstance(error, RuntimeError) and _is_broken_connection(error):
+            raise disconnection(error) from error.with_traceback(None)
 
 
 def disconnection(error: RuntimeError) -> Disconnected:

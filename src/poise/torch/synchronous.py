@@ -104,8 +104,8 @@ class Synchronous:
         session.events.tell(session.stamped(Preparing))
         handed = handed_in(session, settings, model, optimizer, loader)
         built = self._built = build(session, settings, self._groups, handed, self._most_samples)
-        told = (self, session.generation, built.models, handed.optimizers, lead(loader))
-        session.events.tell(session.stamped(Prepared, *told))
+        told = (built.models, handed.optimizers, handed.orders is None, lead(loader))
+        session.events.tell(session.stamped(Prepared, session.peers, *told))
         return (
             built.models if isinstance(model, list | tuple) else built.models[0],
             handed.optimizers if isinstance(optimizer, list | tuple) else optimizer,
@@ -183,7 +183,9 @@ class Synchronous:
         if leave:
             for link in () if self._built is None else self._built.links:
                 link.release()
+            self._session.peers.part()
             self._groups.leave()
+        self._session.peers.liveness.linger()
 
 
 def _ready(built: Built | None, call: str) -> Built:

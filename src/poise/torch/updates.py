@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from poise.errors import OutOfOrder
 from poise.runtime.checks import check_backwards, check_parts_ended, check_parts_used
+from poise.runtime.events import Applying
 from poise.runtime.session import Session
 from poise.torch.micro import MicroBatches
 from poise.torch.module import Link
@@ -49,7 +50,8 @@ class Updates:
                 settings = session.settings
                 rates = Rates(each, settings.rule, settings.global_batch, lambda: session.plan)
                 self._rates.append(rates)
-            self._hooks.append(each.register_step_pre_hook(self._before_step))
+            if session.events.heard(Applying):
+                self._hooks.append(each.register_step_pre_hook(self._before_step))
             self._hooks += self._rates[-1].hooks() if self._rates else []
 
     @property

@@ -70,7 +70,6 @@ class Observation:
 
     worker: int
     workers: int
-    global_batch: int
     split: tuple[int, ...]
     steps: list[StepSeen] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)
@@ -87,6 +86,11 @@ class Observation:
     """Whether the script gives a count function."""
     compressed: bool = False
     """Whether the script gives a comm_hook, which is left out here."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return sum(self.split)
 
 
 @dataclass(frozen=True)

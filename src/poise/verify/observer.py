@@ -1,24 +1,31 @@
 """Notes on a training, taken from the inside: batches, gradients and weights of its first steps."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from poise.core.batch import Batch
+from poise.engine.modes import Sync
 from poise.environment import launched_as
-from poise.policy import Fixed
-from poise.torch.balancer import Balancer
-from poise.torch.run import Run
+from poise.policy import Even, Fixed
+from poise.runtime.events import (
+    Applied,
+    Applying,
+    Begun,
+    BucketReady,
+    Events,
+    HandedOut,
+    Prepared,
+    Reduced,
+)
+from poise.torch.settings import TorchSettings
+from poise.torch.torch_private import BatchNormBase, DropoutBase
 from poise.verify.course import Course
 from poise.verify.observation import Observation, StepSeen, Values, Variant, kept
 from poise.verify.samples import digest, samples_of
@@ -39,85 +46,104 @@ class Observer:
     def __init__(self, steps: int, variant: Variant, course: Course) -> None:
         self.seen: Observation | None = None
         """What was seen; None until the script prepares a Balancer."""
-        self.balancers: list[Balancer] = []
+        self.balancers: list[Any] = []
         """All that the script made."""
         self._steps = steps
         self._variant = variant
         self._course = course
-        self._compressed = False
-        self._watched: Balancer | None = None
+        self._stated: TorchSettings | None = None
+        """What the script stated for its last Balancer."""
+        self._watched: Events | None = None
+        """Of the training that is watched."""
         self._names: dict[Tensor, str] = {}
+        self._optimizers: list[Optimizer] = []
         self._generators: tuple[Any, ...] = ()
 
-    def settings(self, global_batch: int, stated: dict[str, Any]) -> dict[str, Any]:
+    def settings(self, stated: TorchSettings) -> TorchSettings:
         """Return a Balancer's settings, with shares that suit the comparison.
 
         The global batch stays: both sides would have to move it alike.
         """
         workers = _workers()
+        self._stated = stated
         shared = self._variant.arrangement == "shared"
-        self._compressed = stated.get("comm_hook") is not None
-        limit = stated.get("micro_batch")
+        limit = stated.micro_batch
         if isinstance(limit, list | tuple) and limit:  # as many limits as there are workers here
             limit = [limit[worker % len(limit)] for worker in range(workers)]
-        return {
-            **stated,
-            "policy": Fixed(unequal_split(workers, global_batch)) if shared else "even",
-            "mode": "sync",
-            "adapt": None,
-            "rate": None,
-            "comm_hook": None,
-            "micro_batch": limit,
-        }
+        return replace(
+            stated,
+            policy=Fixed(unequal_split(workers, stated.global_batch)) if shared else Even(),
+            mode=Sync(),
+            adapt=None,
+            rule=None,
+            inner=None,
+            micro_batch=limit,
+        )
 
-    def prepared(
-        self, balancer: Balancer, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-    ) -> None:
+    def listen(self, events: Events) -> None:
+        """Hear of a training; only the first that is prepared is watched."""
+
+        def of_the_watched(call: Callable[[Any], None]) -> Callable[[Any], None]:
+            return lambda event: call(event) if self._watched is events else None
+
+        events.on(Begun, lambda event: self.balancers.append(event.balancer))
+        events.on(Prepared, lambda event: self._prepared(events, event))
+        events.on(HandedOut, of_the_watched(self._handed_out))
+        events.on(BucketReady, of_the_watched(self._bucket))
+        events.on(Reduced, of_the_watched(self._weighted))
+        events.on(Applying, of_the_watched(self._before_update))
+        events.on(Applied, of_the_watched(self._after_update))
+
+    def _prepared(self, events: Events, event: Prepared) -> None:
         """Begin to watch a training; a second one in the same script is left alone."""
+        if event.streams:
+            self.balancers[-1].close()
+            raise Refused(
+                "the data set is a stream, of which every worker reads its own part, so one "
+                "process has other global batches than several; verify with a map-style data set"
+            )
         if self._watched is not None:
             return
-        self._watched = balancer
-        self._names = _names(models)
+        assert self._stated is not None
+        self._watched = events
+        self._names = _names([model.module for model in event.models])
+        self._optimizers = list(event.optimizers)
+        balancer = self.balancers[-1]
         self.seen = Observation(
             worker=balancer.worker,
             workers=balancer.workers,
-            global_batch=balancer.plan.global_batch,
             split=balancer.plan.split,
-            counted=balancer._synchronous._run.counts.by_function,
-            compressed=self._compressed,
+            counted=self._stated.count is not None,
+            compressed=self._stated.inner is not None,
         )
-        for number, optimizer in enumerate(optimizers):
-            which = f" of optimizer {number}" if len(optimizers) > 1 else ""
-            optimizer.register_step_pre_hook(self._before_update(which))
-            optimizer.register_step_post_hook(self._after_update)
+        for model in event.models:
+            model.register_forward_pre_hook(self._before_forward)
+            model.register_forward_hook(self._after_forward)
 
-    def handed_out(self, run: Run, batch: Batch, contents: Any) -> None:
+    def _handed_out(self, event: HandedOut) -> None:
         """The training loader is about to yield a batch: a step begins, or it is enough."""
-        if self._watched is None or run is not self._watched._synchronous._run or self.seen is None:
-            return
+        assert self.seen is not None
+        assert self._stated is not None
         if self._step is not None and self._step.after:
             self._after_update()  # the script may have changed weights by itself since then
         if len(self.seen.steps) == self._steps:
-            self._watched.close()
+            for balancer in self.balancers:
+                balancer.close()
             raise Enough
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._course.begin(len(self.seen.steps), parameters)
-        share = batch.split[self.seen.worker]
-        samples = (
-            samples_of(contents, share, self._watched._synchronous._settings.slicer)
-            if share
-            else []
-        )
+        slicer, share = self._stated.slicer, event.samples
+        samples = samples_of(event.contents, share, slicer) if share else []
         self.seen.steps.append(StepSeen(samples, before=self._weights()))
         self._generators = _generator_states()
 
-    def bucket(self, bucket: GradBucket) -> None:
+    def _bucket(self, event: BucketReady) -> None:
         """Part of this worker's own gradient is there, and not yet weighted.
 
         A later backward of the same step finds what earlier ones left in the bucket, so the last
         one has all of it.
         """
-        step = self._step
+        step, bucket = self._step, event.bucket
         if step is None:
             return
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -125,25 +151,24 @@ class Observer:
             if name is not None and name not in step.used:
                 step.local[name] = kept(gradient)
 
-    def weighted(self) -> None:
+    def _weighted(self, event: Reduced) -> None:
         """The weights of the step are known."""
-        if self._step is not None and self._watched is not None:
-            self._step.weight = self._watched._synchronous._run.counts.weights()[
-                self._watched.worker
-            ]
+        if self._step is not None and self.seen is not None:
+            self._step.weight = event.weights[self.seen.worker]
 
-    @contextmanager
-    def forward(self, model: nn.Module) -> Iterator[None]:
-        """A prepared model runs."""
+    def _before_forward(self, model: nn.Module, _: Any) -> None:
         if self._variant.stilled:
             _still(model)
-        watched = self._step is not None and model.training and torch.is_grad_enabled()
-        if watched:
+        if self._is_training(model):
             self._look_at(model)
             self._look_for_draws()
-        yield
-        if watched:
+
+    def _after_forward(self, model: nn.Module, *_: Any) -> None:
+        if self._is_training(model):
             self._look_for_draws(in_model=True)
+
+    def _is_training(self, model: nn.Module) -> bool:
+        return self._step is not None and model.training and torch.is_grad_enabled()
 
     def autocast(self) -> None:
         """Something runs in 16-bit precision."""
@@ -155,20 +180,18 @@ class Observer:
         """The step under way."""
         return self.seen.steps[-1] if self.seen is not None and self.seen.steps else None
 
-    def _before_update(self, which: str) -> Callable[..., None]:
-        def note(optimizer: Optimizer, *_: Any) -> None:
-            step = self._step
-            if step is None:
-                return
-            self._look_for_draws()
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    name = self._names.get(parameter)
-                    if name is not None and parameter.grad is not None:
-                        step.used.setdefault(name, kept(parameter.grad))
-            step.settings.update(_numbers(optimizer, which))
-
-        return note
+    def _before_update(self, event: Applying) -> None:
+        step, optimizer = self._step, event.optimizer
+        if step is None:
+            return
+        self._look_for_draws()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(parameter)
+                if name is not None and parameter.grad is not None:
+                    step.used.setdefault(name, kept(parameter.grad))
+        which = f" of optimizer {self._optimizers.index(optimizer)}"
+        step.settings.update(_numbers(optimizer, which if len(self._optimizers) > 1 else ""))
 
     def _after_update(self, *_: Any) -> None:
         step = self._step
@@ -192,7 +215,7 @@ class Observer:
                 self.seen.dropouts.append(name)
 
     def _drops(self, layer: nn.Module) -> bool:
-        active = isinstance(layer, _DropoutNd) and layer.training and layer.p > 0
+        active = isinstance(layer, DropoutBase) and layer.training and layer.p > 0
         return active and not self._variant.stilled
 
     def _look_for_draws(self, *, in_model: bool = False) -> None:
@@ -206,14 +229,14 @@ class Observer:
 
 def _still(model: nn.Module) -> None:
     for layer in model.modules():
-        if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
+        if isinstance(layer, BatchNormBase) and layer.running_mean is not None:
             layer.eval()
         if isinstance(layer, nn.RNNBase):
             layer.dropout = 0.0
 
 
 def _normalizes_by_batch(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+    return isinstance(layer, BatchNormBase) and (layer.training or layer.running_mean is None)
 
 
 def _workers() -> int:

@@ -14,12 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from poise.torch.clocks import DeviceClock
+from poise.torch.torch_private import (
+    LoaderIterator,
+    default_store,
+    loader_processes,
+    queue_callback,
+)
 from poise.watch.monitor import Monitor
 from poise.watch.patching import replaced
 from poise.watch.recorder import Recorder
@@ -53,7 +58,7 @@ def watching(monitor: Monitor) -> Iterator[None]:
         put(torch, "compile", calls.compiling)
         put(DistributedDataParallel, "train", lambda call: _switching(recorder, call))
         put(DistributedDataParallel, "_sync_buffers", lambda call: _meeting(recorder, call))
-        put(_BaseDataLoaderIter, "__next__", lambda call: _loading(recorder, call))
+        put(LoaderIterator, "__next__", lambda call: _loading(recorder, call))
         put(DataLoader, "__iter__", lambda call: _loading(recorder, call))
         for name in _MEETINGS:
             put(dist, name, lambda call: _meeting(recorder, call))
@@ -95,7 +100,7 @@ def _connect(monitor: Monitor, model: DistributedDataParallel) -> None:
         return
     if not monitor.joined and model.device_type != "cpu":
         monitor.recorder.timer = DeviceClock(torch.device(model.device_type))
-    store = PrefixStore("poise/watch", distributed_c10d._get_default_store())
+    store = PrefixStore("poise/watch", default_store())
     workers = dist.get_process_group_ranks(model.process_group)
     monitor.join(store, dist.get_rank(), workers)
 
@@ -106,14 +111,13 @@ class _Gradients:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._queued = False
-        self._queue = torch.autograd.Variable._execution_engine.queue_callback
 
     def hook(self, _: Tensor) -> None:
         """A gradient is there; at the first one, ask to be called after backward."""
         self._recorder.gradient()
         if not self._queued:
             self._queued = True
-            self._queue(self._computed)
+            queue_callback(self._computed)
 
     def _computed(self) -> None:
         """Backward has computed everything; DDP's wait for its reduction is queued behind this.
@@ -122,7 +126,7 @@ class _Gradients:
         checkpoints, it may have come already.
         """
         self._recorder.gradients_done()
-        self._queue(self._reduced)
+        queue_callback(self._reduced)
 
     def _reduced(self) -> None:
         self._queued = False
@@ -195,8 +199,7 @@ def _loading(recorder: Recorder, original: _Call) -> _Call:
     def load(self: Any) -> Any:
         if not _in_main_thread():
             return original(self)
-        workers = getattr(self, "_num_workers", 0) or getattr(self, "num_workers", 0)
-        with recorder.loading(prefetched=workers > 0):
+        with recorder.loading(prefetched=loader_processes(self) > 0):
             return original(self)
 
     return load
