@@ -35,13 +35,14 @@ from poise.errors import (
 from poise.lab.processes import free_port
 from poise.policy import Fixed, policy_named
 from poise.records import read_record, replay
+from poise.runtime.channel import Channel
+from poise.runtime.door import knock
 from poise.torch import Async, Balancer, BySamples, Stale
 from poise.torch.asynchronous import parameters as parameters_module
 from poise.torch.asynchronous.desk import Desk, Guest
-from poise.torch.asynchronous.door import knock
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
-from poise.torch.asynchronous.messages import About, Push
+from poise.torch.asynchronous.messages import About, Push, text_of
 from poise.torch.asynchronous.parameters import Applied, Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
 from poise.torch.asynchronous.server import Server
@@ -316,17 +317,18 @@ def train_among_strangers(recipe: Recipe, port: int) -> Any:
     for answer in (b"[" * 4000, json.dumps({"nonce": "1", "proof": "\u00e4"}).encode()):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as end:
             end.sendall(b"poise-1\n")
-            link = Link(end)
-            link.hear()
-            link._send(answer)
+            channel = Channel(end)
+            channel.hear()
+            channel.send(answer)
             with suppress(ConnectionError):
                 end.recv(10_000)  # hung up on, or told that it is refused
     for text in (b"[" * 100_000, b'{"failed": "you"}', b'{"about": 1}', b"{}"):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as end:
-            link = knock(end, None, About(__version__, None, None, "here\ud800"))
-            link.hear()
-            link._send(text)
-            link.hear()  # why it is refused
+            about = About(__version__, None, None, "here\ud800")
+            channel = knock(end, None, text_of(about))
+            channel.hear()
+            channel.send(text)
+            channel.hear()  # why it is refused
     return refused
 
 
@@ -501,8 +503,8 @@ def _serve_until(recipe: Recipe, samples: int, schedule_of: Callable[[Any], Any]
 
     def vanish() -> None:
         if balancer.samples >= samples:
-            for link in server._door._links:
-                link._socket.shutdown(socket.SHUT_RDWR)
+            for channel in server._door._channels:
+                channel._socket.shutdown(socket.SHUT_RDWR)
             raise KeyboardInterrupt
 
     server._desk.parameters.before_update.append(vanish)
@@ -656,9 +658,9 @@ def test_whatever_a_worker_says_is_not_taken_for_an_error_of_the_server(text: st
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     with ours, theirs:
-        Link(ours)._send(text.encode())
+        Channel(ours).send(text.encode())
         with pytest.raises(Disagreement):
-            Link(theirs).listen()
+            Link(Channel(theirs)).listen()
 
 
 def test_numbers_that_cannot_be_are_refused() -> None:
@@ -682,9 +684,9 @@ def test_an_end_that_cannot_be_paired_with_is_refused(text: bytes) -> None:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     with ours, theirs:
-        Link(ours)._send(text)
-        link = Link(theirs)
-        link.set_limit(30)
+        Channel(ours).send(text)
+        link = Link(Channel(theirs))
+        link.channel.set_limit(30)
         with pytest.raises(Disagreement, match="cannot be paired with"):
             link.pair_up(server=True)
 
@@ -737,7 +739,7 @@ def test_an_address_that_is_none_is_refused(address: str, monkeypatch: Any) -> N
 
 
 def test_a_stranger_who_speaks_slowly_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poise.torch.asynchronous.door._PATIENCE_S", 0.3)
+    monkeypatch.setattr("poise.runtime.door._PATIENCE_S", 0.3)
     with serving_as(Serving()), Balancer(12) as balancer:
         server: Any = balancer._training
         host, port = server.address.rsplit(":", 1)
@@ -918,7 +920,7 @@ def test_a_server_that_others_can_reach_needs_a_secret() -> None:
 def test_a_server_listens_on_loopback_only() -> None:
     with serving_as(Serving()), Balancer(12) as balancer:
         server: Any = balancer._training
-        assert server._door._listener.getsockname()[0] == "127.0.0.1"
+        assert server.address.startswith("127.0.0.1:")
 
 
 def push(
@@ -1146,7 +1148,7 @@ def test_a_save_waits_for_updates_that_are_under_way() -> None:
 def test_forked_processes_keep_no_connection_open() -> None:
     """Those of a loader outlive a worker that is killed, and its server must notice at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        mine = Link(socket.create_connection(listener.getsockname()[:2]))
+        mine = Channel(socket.create_connection(listener.getsockname()[:2]))
         other, _ = listener.accept()
     child = os.fork()
     if not child:

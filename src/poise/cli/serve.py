@@ -14,6 +14,7 @@ from poise.environment import launched_as, shared_secret
 from poise.errors import InvalidSetting
 from poise.lab.user_script import check_script, replaced
 from poise.lab.worker import own_frames, run
+from poise.runtime.door import check_secret, is_loopback, listening
 
 if TYPE_CHECKING:
     from poise.torch.asynchronous.role import Serving
@@ -91,7 +92,7 @@ def invitation(address: str, script: Sequence[str]) -> str:
     host, _, port = address.rpartition(":")
     reached = f"{socket.gethostname()}:{port}" if host in _EVERYWHERE else address
     joining = f"POISE_SERVER={reached} {shlex.join(['python', *script])}"
-    secret = "" if _is_loopback(host) else ", and with POISE_SECRET set as it is here"
+    secret = "" if is_loopback(host) else ", and with POISE_SECRET set as it is here"
     return f"serving at {address}; workers join with {joining}{secret}"
 
 
@@ -160,13 +161,5 @@ def _check_save(save: str | None, every_s: float | None) -> None:
 
 def _check_address(host: str, port: int) -> None:
     """Raise unless the server can listen there, before the script has loaded its data."""
-    from poise.torch.asynchronous.door import check_secret, listening
-
-    check_secret(host, shared_secret(), loopback=_is_loopback(host))
+    check_secret(host, shared_secret())
     listening(host, port).close()
-
-
-def _is_loopback(host: str) -> bool:
-    from poise.torch.asynchronous.role import is_loopback
-
-    return is_loopback(host)

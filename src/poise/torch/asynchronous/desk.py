@@ -174,7 +174,7 @@ class Desk:
         """Say that the epoch is over, or the training, or what went wrong."""
         match self.ended:
             case str() as reason:
-                guest.link.tell({"failed": f"the server failed: {reason}"})
+                guest.link.channel.tell({"failed": f"the server failed: {reason}"})
             case NoMore() as done:
                 guest.link.say(done)
             case None:
@@ -304,7 +304,7 @@ class Desk:
     def _look_after(self, guest: Guest) -> None:
         """Wait a little for news, and see whether a worker that waits is still there."""
         self._state.wait(LOOK_S)
-        if guest.link.ended():
+        if guest.link.channel.ended():
             raise EOFError("the connection is closed")
 
     def _send_weights(

@@ -37,8 +37,9 @@ from poise.errors import (
     WorkerLost,
 )
 from poise.records import Recorder
+from poise.runtime.channel import GONE, Channel
+from poise.runtime.door import Door, check_secret
 from poise.torch.asynchronous.desk import LOOK_S, Desk, Failed, Guest
-from poise.torch.asynchronous.door import Door, check_secret
 from poise.torch.asynchronous.facts import (
     DrawnAlone,
     Schedule,
@@ -49,9 +50,9 @@ from poise.torch.asynchronous.facts import (
 )
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
-from poise.torch.asynchronous.messages import About, Begin, Leave, NoMore, Push
+from poise.torch.asynchronous.messages import About, Begin, Leave, NoMore, Push, about_of
 from poise.torch.asynchronous.parameters import Parameters, everything, momentum_notice
-from poise.torch.asynchronous.role import Role, is_loopback
+from poise.torch.asynchronous.role import Role
 from poise.torch.asynchronous.service import Service
 from poise.torch.checks import (
     as_list,
@@ -69,8 +70,6 @@ from poise.torch.settings import Settings
 _SHOW_S = 1.0
 _HANG_S = 1800.0
 _GOODBYE_S = 5.0
-_GONE = (OSError, EOFError)
-"""What a connection raises whose other end is gone."""
 _LABEL = 120
 """Characters of a worker's words that are shown."""
 _VERSION = 1
@@ -109,8 +108,8 @@ class Server:
         self._saved_optimizer: dict[str, Any] = {}
         """The same, since a schedule that is made changes rates."""
         host, secret = self._serving.host, shared_secret()
-        check_secret(host, secret, loopback=is_loopback(host))
-        self._door = Door(host, self._serving.port, secret, self._meet)
+        check_secret(host, secret)
+        self._door = Door(host, self._serving.port, secret, about_of, self._meet)
         self.address = self._door.address
         if self._serving.announce is not None:
             self._serving.announce(self.address)
@@ -385,30 +384,32 @@ class Server:
             raise OutOfOrder(f"{call} needs the data set; call prepare first")
         return self._desk
 
-    def _meet(self, link: Link, about: About) -> None:
+    def _meet(self, channel: Channel, about: About) -> None:
         """Host a worker, in a thread of its own, until it leaves."""
+        link = Link(channel)
         try:
             with self._state:
                 worker = self._number(about.number)
                 self._numbers.add(worker)
             self._host(worker, link, about)
-        except _GONE as error:
+        except GONE as error:
             _log.info("a connection is closed: %s", error)
             self._say_goodbye(link)
         except Disagreement as error:
             _log.warning("a worker is refused: %s", error)
-            with suppress(*_GONE):
-                link.tell({"refused": str(error)})
+            with suppress(*GONE):
+                link.channel.tell({"refused": str(error)})
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, Failed) and error.__cause__ else error
             with self._state:
                 self._failure = self._failure or cause
-            with suppress(*_GONE):
-                link.tell({"failed": f"the server failed: {type(cause).__name__}: {cause}"})
+            with suppress(*GONE):
+                link.channel.tell({"failed": f"the server failed: {type(cause).__name__}: {cause}"})
         finally:
             with self._state:
                 self._numbers.discard(worker)
                 self._state.notify_all()
+            link.close()
 
     def _say_goodbye(self, link: Link) -> None:
         """Tell a worker whose connection ends with the server why, as far as it can still hear."""
@@ -417,8 +418,8 @@ class Server:
         said = {"failed": f"the server failed: {self._ended}"}
         if isinstance(self._ended, NoMore):
             said = {"refused": "the training is over"}
-        with suppress(*_GONE):
-            link.tell(said)
+        with suppress(*GONE):
+            link.channel.tell(said)
 
     def _number(self, wanted: int | None) -> int:
         """Return the number that a worker wants, or the first that is free."""
@@ -429,20 +430,20 @@ class Server:
 
     def _host(self, worker: int, link: Link, about: About) -> None:
         _check_about(about, self._mode)
-        link.set_limit(None)  # its script may take its time until it prepares
+        link.channel.set_limit(None)  # its script may take its time until it prepares
         ahead = isinstance(self._mode, Async) and self._mode.ahead
-        link.tell({"worker": worker, "mode": str(self._mode), "ahead": ahead})
-        training = link.hear()
+        link.channel.tell({"worker": worker, "mode": str(self._mode), "ahead": ahead})
+        training = link.channel.hear()
         self._await(link, lambda: self._desk is not None)
         difference = _difference(self._facts, training.get("facts"))
         if difference:
             raise Disagreement(difference)
-        link.set_limit(self._settings.hang_s or _HANG_S)
-        link.tell({"accepted": True})
+        link.channel.set_limit(self._settings.hang_s or _HANG_S)
+        link.channel.tell({"accepted": True})
         link.pair_up(server=True)
         self._await(link, lambda: self._opened)
         desk = self._prepared("join")
-        link.tell({"epoch": desk.engine.epoch})
+        link.channel.tell({"epoch": desk.engine.epoch})
         # What is trained comes again, up to date, with the first samples.
         whole = Flat(everything(self._models))
         whole.read(everything(self._models))
@@ -478,7 +479,7 @@ class Server:
                 if self._ended is not None:
                     raise EOFError("the server has ended")
                 self._state.wait(LOOK_S)
-                if link.ended():
+                if link.channel.ended():
                     raise EOFError("the connection is closed")
 
 

@@ -19,7 +19,7 @@ from poise.core.plan import Plan
 from poise.environment import local_workers, shared_secret
 from poise.errors import Disagreement, InvalidSetting, OutOfOrder, ServerLost
 from poise.lab.line import tell_prepared, tell_step
-from poise.torch.asynchronous.door import knock
+from poise.runtime.door import knock
 from poise.torch.asynchronous.exchange import ServerExchange, Waits
 from poise.torch.asynchronous.facts import (
     DrawnAlone,
@@ -31,7 +31,7 @@ from poise.torch.asynchronous.facts import (
 )
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
-from poise.torch.asynchronous.messages import About, Handed, Weights
+from poise.torch.asynchronous.messages import About, Handed, Weights, text_of
 from poise.torch.asynchronous.parameters import everything
 from poise.torch.asynchronous.role import Role
 from poise.torch.checks import as_list, check_loader, check_models, check_optimizers, length_of
@@ -71,7 +71,7 @@ class JoinedWorker:
         mode = None if role.mode is None else str(role.mode)
         about = About(__version__, mode, role.number, socket.gethostname())
         self._link = _let_in(role.address, about)
-        self._link.set_limit(None)
+        self._link.channel.set_limit(None)
         answer = self._heard()
         self.worker = int(answer["worker"])
         self._ahead = bool(answer["ahead"])
@@ -221,13 +221,13 @@ class JoinedWorker:
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         try:
-            self._link.tell(message)
+            self._link.channel.tell(message)
         except OSError as error:
             raise self._lost(error) from error
 
     def _heard(self) -> dict[str, Any]:
         try:
-            answer = self._link.hear()
+            answer = self._link.channel.hear()
         except (OSError, EOFError) as error:
             raise self._lost(error) from error
         if "refused" in answer:
@@ -314,7 +314,7 @@ def _let_in(address: str, about: About) -> Link:
     while True:
         end = _reached(address)
         try:
-            return knock(end, shared_secret(), about)
+            return Link(knock(end, shared_secret(), text_of(about)))
         except ServerLost:
             if time.monotonic() - begin_s > _CLOSED_S:
                 raise

@@ -1,0 +1,1 @@
+"""What one process of a training does that needs no framework."""
