@@ -1,7 +1,8 @@
 """What must be alike on a server and its workers, and what does not go with a server."""
 
-from collections.abc import Sequence, Sized
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -10,10 +11,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from poise.errors import InvalidSetting
-from poise.torch.checks import is_stream, model_facts
-from poise.torch.orders import Orders
+from poise.errors import InvalidSetting, OutOfOrder
+from poise.torch.checks import (
+    as_list,
+    check_loader,
+    check_models,
+    check_optimizers,
+    is_stream,
+    length_of,
+    model_facts,
+)
+from poise.torch.orders import Orders, orders_of
 from poise.torch.settings import Settings
+
+T = TypeVar("T")
 
 
 def check_alone(settings: Settings) -> None:
@@ -85,6 +96,34 @@ class DrawnAlone:
         return mine
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a script gives to prepare."""
+
+    models: Sequence[nn.Module]
+    optimizer: Optimizer
+    orders: Orders
+    facts: Mapping[str, str]
+    """What all processes must say of it alike."""
+
+    @staticmethod
+    def checked(model: Any, optimizer: Any, loader: DataLoader[Any], settings: Settings) -> "Given":
+        """Return what was given, or raise for what does not go with a server."""
+        models, optimizers = as_list(model), as_list(optimizer)
+        check_models(models)
+        check_optimizers(optimizers, models)
+        check_loader(loader)
+        check_servable(optimizers, loader)
+        orders = orders_of(loader, length_of(loader), settings.seed, DrawnAlone())
+        facts = facts_of(settings, models, optimizers[0], loader, orders)
+        return Given(models, optimizers[0], orders, facts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first trained parameter is."""
+        return next(p.device for m in self.models for p in m.parameters() if p.requires_grad)
+
+
 def facts_of(
     settings: Settings,
     models: Sequence[nn.Module],
@@ -113,6 +152,12 @@ def facts_of(
 
 def own_mean(value: float | Tensor, count: float) -> float:
     """Return a process's own value, NaN where nothing counts."""
+    number, counted = mean_parts(value, count)
+    return number if counted else float("nan")
+
+
+def mean_parts(value: float | Tensor, count: float) -> tuple[float, float]:
+    """Return a value and how often it counts in a mean as numbers, or raise."""
     try:
         number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
@@ -121,4 +166,17 @@ def own_mean(value: float | Tensor, count: float) -> float:
         ) from None
     if not count >= 0 or count == float("inf"):
         raise InvalidSetting(f"mean got count={count}; a count is a number from 0 up")
-    return number if count else float("nan")
+    return number, float(count)
+
+
+def prepared(training: T | None, call: str) -> T:
+    """Return what prepare makes, or raise if it was not called yet."""
+    if training is None:
+        raise OutOfOrder(f"{call} needs the data set; call prepare first")
+    return training
+
+
+def check_first(training: object) -> None:
+    """Raise if prepare was called before."""
+    if training is not None:
+        raise OutOfOrder("prepare was called before; make one Balancer per training")
