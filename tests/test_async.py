@@ -39,14 +39,15 @@ from poise.runtime.channel import Channel
 from poise.runtime.door import knock
 from poise.torch import Async, Balancer, BySamples, Stale
 from poise.torch.asynchronous import parameters as parameters_module
-from poise.torch.asynchronous.desk import Desk, Guest
+from poise.torch.asynchronous.course import Course
+from poise.torch.asynchronous.desk import Desk
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import About, Push, text_of
 from poise.torch.asynchronous.parameters import Applied, Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
 from poise.torch.asynchronous.server import Server
-from poise.torch.asynchronous.steps import AppliedStep, OpenSteps
+from poise.torch.asynchronous.updates import AppliedStep, OpenSteps, Updates
 from tests.cluster import Workers
 from tests.training import (
     Recipe,
@@ -336,7 +337,7 @@ def train_while_pushes_take_long(recipe: Recipe, port: int) -> list[int]:
     """Worker 0 serves, and is held up between an update and the next samples; 1 trains."""
     if os.environ["RANK"] == "0":
         with as_server(port), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Desk, "_push_alone", _held_up(Desk._push_alone))
+            patch.setattr(Updates, "push", _held_up(Updates.push))
             train(recipe)
         return []
     with as_worker(port):
@@ -496,25 +497,33 @@ def _serve_until(recipe: Recipe, samples: int, schedule_of: Callable[[Any], Any]
     """Serve, and vanish without a word once so many samples are pushed."""
     model, optimizer, _ = build(recipe)
     balancer = Balancer(recipe.global_batch)
-    server: Any = balancer._training
     loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
     _, _, shares = balancer.prepare(model, optimizer, loader)
     BySamples(schedule_of(optimizer), balancer, recipe.global_batch)
 
-    def vanish() -> None:
-        if balancer.samples >= samples:
-            for channel in server._door._channels:
-                channel._socket.shutdown(socket.SHUT_RDWR)
-            raise KeyboardInterrupt
+    links: list[Link] = []
+    serve, apply = Desk.serve, Parameters.apply
 
-    server._desk.parameters.before_update.append(vanish)
-    with suppress(KeyboardInterrupt):
-        for _ in balancer.epochs(recipe.epochs):
-            for _ in shares:
-                pass
-        raise AssertionError("the server went on")
+    def noted(self: Desk, link: Link, worker: int, label: str) -> None:
+        links.append(link)
+        serve(self, link, worker, label)
+
+    def vanish(self: Parameters, gradient: Flat, *args: Any, **stated: Any) -> Applied:
+        if balancer.samples >= samples:
+            for link in links:
+                link.close()
+            raise KeyboardInterrupt
+        return apply(self, gradient, *args, **stated)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poise.torch.asynchronous.server._GOODBYE_S", 0.2)
+        patch.setattr(Desk, "serve", noted)
+        patch.setattr(Parameters, "apply", vanish)
+        with suppress(KeyboardInterrupt):
+            for _ in balancer.epochs(recipe.epochs):
+                for _ in shares:
+                    pass
+            raise AssertionError("the server went on")
+        patch.setattr("poise.torch.asynchronous.admission._GOODBYE_S", 0.2)
         balancer.close()
 
 
@@ -554,7 +563,7 @@ def test_a_damaged_save_is_refused(tmp_path: Path) -> None:
 def test_a_script_may_say_more_of_the_mode_than_the_command() -> None:
     with serving_as(Serving(mode=Async())), Balancer(12, mode=Async(ahead=True)) as balancer:
         server: Any = balancer._training
-        assert server._mode == Async(ahead=True)
+        assert server.mode == Async(ahead=True)
     with (
         serving_as(Serving(mode=Stale(3))),
         pytest.raises(InvalidSetting, match="say it once"),
@@ -694,22 +703,21 @@ def test_an_end_that_cannot_be_paired_with_is_refused(text: bytes) -> None:
 def end_before_the_first_pass(recipe: Recipe, port: int, failing: bool) -> str:
     """Worker 0 serves, and ends while worker 1 waits for its first pass; returns what 1 is told."""
     if os.environ["RANK"] == "0":
-        waiting: list[Link] = []
-        await_ = Server._await
+        waiting = threading.Event()
+        await_first_pass = Course.await_first_pass
 
-        def noted(self: Server, link: Link, ready: Any) -> None:
-            waiting.append(link)
-            await_(self, link, ready)
+        def noted(self: Course, channel: Channel) -> None:
+            waiting.set()
+            await_first_pass(self, channel)
 
         with as_server(port), suppress(KeyError), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Server, "_await", noted)
+            patch.setattr(Course, "await_first_pass", noted)
             model, optimizer, _ = build(recipe)
             with Balancer(recipe.global_batch) as balancer:
                 balancer.prepare(
                     model, optimizer, DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
                 )
-                while len(waiting) < 2:  # for prepare, and for the first pass
-                    time.sleep(0.01)
+                waiting.wait()
                 if failing:
                     raise KeyError("no such column")
         return ""
@@ -1115,8 +1123,8 @@ def test_a_save_waits_for_updates_that_are_under_way() -> None:
     _, engine = engine.join(1)
     share, engine = engine.draw(1)
     assert share is not None
-    desk = Desk(engine, held, threading.Condition(), None)
-    guest = Guest(None, 1, "", held.buffer(), held.buffer())  # type: ignore[arg-type] # unused
+    course = Course(engine)
+    updates = Updates(course, held)
     inside, may_go_on = threading.Event(), threading.Event()
     seen: list[tuple[int, ...]] = []
 
@@ -1125,18 +1133,18 @@ def test_a_save_waits_for_updates_that_are_under_way() -> None:
         may_go_on.wait(10)
 
     def save() -> None:
-        with desk.still():
-            seen.append((desk.engine.updates, *held.versions))
+        with course.still():
+            seen.append((course.engine.updates, *held.versions))
 
     held.before_update.append(block)
     pushing = threading.Thread(
-        target=lambda: desk._push_alone(guest, a_push(held, share.number), finite=True)
+        target=lambda: updates.push(1, a_push(held, share.number), held.buffer(), finite=True)
     )
     saving = threading.Thread(target=save)
     pushing.start()
     inside.wait(10)
     saving.start()
-    while not (desk._paused or seen):
+    while not (course.paused or seen):
         time.sleep(0.001)
     time.sleep(0.05)
     may_go_on.set()

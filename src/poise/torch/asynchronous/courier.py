@@ -8,7 +8,8 @@ from contextlib import suppress
 
 from poise.errors import Disagreement
 from poise.runtime.channel import GONE
-from poise.torch.asynchronous.link import Link, server_needed
+from poise.torch.asynchronous.joining import Joining
+from poise.torch.asynchronous.link import server_needed
 from poise.torch.asynchronous.messages import Begin, Handed, Leave, NoMore, Push, Weights
 from poise.torch.asynchronous.replica import Replica
 
@@ -16,21 +17,13 @@ from poise.torch.asynchronous.replica import Replica
 class Courier:
     """Carries pushes to the server, one at a time; with `ahead`, while the worker computes."""
 
-    def __init__(
-        self,
-        link: Link,
-        address: str,
-        replica: Replica,
-        waited: Callable[[float], None],
-        *,
-        ahead: bool,
-    ) -> None:
-        self._link = link
-        self._address = address
+    def __init__(self, joining: Joining, replica: Replica, waited: Callable[[float], None]) -> None:
+        self._link = joining.link
+        self._address = joining.address
         self._replica = replica
         self._waited = waited
         """Is told the seconds of each wait."""
-        self._thread = ThreadPoolExecutor(1, "poise-exchange") if ahead else None
+        self._thread = ThreadPoolExecutor(1, "poise-exchange") if joining.ahead else None
         self._traveling: Future[Weights] | None = None
         self._arrived: Weights | None = None
         """Weights that are here and not yet taken over."""

@@ -5,35 +5,30 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from poise.errors import OutOfOrder
 from poise.torch.asynchronous.courier import Courier
+from poise.torch.asynchronous.facts import Given
+from poise.torch.asynchronous.joining import Joining
 from poise.torch.asynchronous.measuring import Measuring
 from poise.torch.asynchronous.messages import Begin, Handed, NoMore, Push, Weights
 from poise.torch.asynchronous.notices import Notices
 from poise.torch.asynchronous.replica import Replica
 from poise.torch.asynchronous.under_way import UnderWay
+from poise.torch.loader import lead
 
 
 class ServerExchange:
     """What a worker does with its server, in the order in which its loop does it."""
 
-    def __init__(
-        self,
-        courier: Courier,
-        replica: Replica,
-        measuring: Measuring,
-        notices: Notices,
-        *,
-        shares_at_once: int,
-        epoch: int,
-    ) -> None:
-        self._courier = courier
-        self._replica = replica
-        self._measuring = measuring
-        self._notices = notices
-        self._under_way = UnderWay(replica.trained)
-        self._shares_at_once = shares_at_once
+    def __init__(self, joining: Joining, given: Given, loader: DataLoader[Any], epoch: int) -> None:
+        self._replica = Replica(given.models, given.optimizer)
+        self._measuring = Measuring(given.device, loads_itself=loader.num_workers == 0)
+        self._courier = Courier(joining, self._replica, self._measuring.waited)
+        self._under_way = UnderWay(self._replica.trained)
+        self._notices = Notices(given.models)
+        self._shares_at_once = lead(loader) + 1 + joining.ahead
         self.epoch = epoch
         self.done = False
         self.news: Weights | None = None

@@ -174,9 +174,3 @@ def prepared(training: T | None, call: str) -> T:
     if training is None:
         raise OutOfOrder(f"{call} needs the data set; call prepare first")
     return training
-
-
-def check_first(training: object) -> None:
-    """Raise if prepare was called before."""
-    if training is not None:
-        raise OutOfOrder("prepare was called before; make one Balancer per training")

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from poise.core.batch import Batch
-from poise.core.timing import Floats
 from poise.engine.asp import Report
 from poise.environment import local_workers
 from poise.torch.asynchronous.messages import Handed
@@ -71,16 +70,6 @@ class Measuring:
         seen = observation_of(before, self._meter.row(before.step)[None])
         if seen.compiling or seen.ready_s is None:
             return None
-
-        def only(values: Floats | None) -> float:
-            return math.nan if values is None else float(values[0])
-
-        return Report(
-            before.count,
-            float(seen.ready_s[0, -1]),
-            only(seen.wait_s),
-            only(seen.load_s),
-            only(seen.input_s),
-            only(seen.memory_bytes),
-            only(seen.memory_limit_bytes),
-        )
+        others = seen.wait_s, seen.load_s, seen.input_s, seen.memory_bytes, seen.memory_limit_bytes
+        known = [math.nan if values is None else float(values[0]) for values in others]
+        return Report(before.count, float(seen.ready_s[0, -1]), *known)

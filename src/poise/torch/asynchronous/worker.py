@@ -11,28 +11,22 @@ from torch.utils.hooks import RemovableHandle
 from poise import __version__
 from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, OutOfOrder
 from poise.lab.line import tell_prepared
-from poise.torch.asynchronous.courier import Courier
 from poise.torch.asynchronous.exchange import ServerExchange
 from poise.torch.asynchronous.facts import (
     Given,
     Schedule,
     check_alone,
-    check_first,
     own_mean,
     prepared,
 )
 from poise.torch.asynchronous.joined_loader import JoinedLoader
 from poise.torch.asynchronous.joining import Joining
-from poise.torch.asynchronous.measuring import Measuring
 from poise.torch.asynchronous.messages import About, Weights
-from poise.torch.asynchronous.notices import Notices
-from poise.torch.asynchronous.replica import Replica
 from poise.torch.asynchronous.role import Role
 from poise.torch.checks import check_loader
 from poise.torch.learned import device_kind
-from poise.torch.loader import lead
 from poise.torch.micro import Part
 from poise.torch.saved import Saved
 from poise.torch.settings import Settings
@@ -86,22 +80,12 @@ class JoinedWorker:
 
     def prepare(self, model: Any, optimizer: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
         """Join the training: the server must have the same model, optimizer and data."""
-        check_first(self._exchange)
+        if self._exchange is not None:
+            raise OutOfOrder("prepare was called before; make one Balancer per training")
         given = Given.checked(model, optimizer, loader, self._settings)
-        joining, device = self._joining, given.device
-        joining.agree(given.facts, device_kind(device))
-        epoch = joining.receive(given.models)
-        replica = Replica(given.models, given.optimizer)
-        measuring = Measuring(device, loads_itself=loader.num_workers == 0)
-        ahead, waited = joining.ahead, measuring.waited
-        self._exchange = exchange = ServerExchange(
-            Courier(joining.link, joining.address, replica, waited, ahead=ahead),
-            replica,
-            measuring,
-            Notices(given.models),
-            shares_at_once=lead(loader) + 1 + ahead,
-            epoch=epoch,
-        )
+        self._joining.agree(given.facts, device_kind(given.device))
+        epoch = self._joining.receive(given.models)
+        self._exchange = exchange = ServerExchange(self._joining, given, loader, epoch)
         self._hooks = [
             given.optimizer.register_step_pre_hook(exchange.push),
             given.optimizer.register_step_post_hook(exchange.restore),
