@@ -63,7 +63,6 @@ ANY_FLOAT = json.dumps(
     {"push": dataclasses.asdict(Push((0,), (), (0,), "1", 1.0, None)) | {"count": 10**400}}
 )
 """A push whose count is no float."""
-QUIET = "ignore:updates of . workers that do not wait"
 
 
 def train(
@@ -200,7 +199,6 @@ def accumulate_plainly(recipe: Recipe) -> Any:
     return weights(model)
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_gradients_that_a_loop_adds_up_are_pushed_once(workers: Workers) -> None:
     recipe = Recipe(samples=60, epochs=2)
     served, batches = workers.run(accumulate, recipe, free_port(), workers=2)
@@ -366,7 +364,6 @@ def _held_up(push: Any) -> Any:
     return held_up
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_a_pass_has_the_samples_of_its_own_epoch(workers: Workers) -> None:
     recipe = Recipe(samples=24, epochs=4)
     outcomes = workers.run(train_while_pushes_take_long, recipe, free_port(), workers=2)
@@ -379,7 +376,6 @@ def _prepare_only(recipe: Recipe, **stated: Any) -> None:
         balancer.prepare(model, optimizer, DataLoader(dataset(recipe), 12, shuffle=True))
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_strangers_are_refused_with_a_reason_and_disturb_nobody(workers: Workers) -> None:
     recipe = Recipe(samples=240, epochs=60)  # longer than the strangers take
     outcomes = workers.run(train_among_strangers, recipe, free_port(), workers=3)
@@ -408,7 +404,6 @@ def train_with_a_secret(recipe: Recipe, port: int) -> Any:
         return train(recipe)
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_a_secret_opens_the_door(workers: Workers) -> None:
     recipe = Recipe(epochs=1)
     _, (_, seen, _) = workers.run(train_with_a_secret, recipe, free_port(), workers=2)
@@ -437,7 +432,6 @@ def train_with_bad_gradients(recipe: Recipe, port: int) -> Any:
         return step, balancer.skipped
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_pushes_that_are_not_finite_are_dropped_and_counted(workers: Workers) -> None:
     recipe = Recipe(samples=48, epochs=2)
     outcomes = workers.run(train_with_bad_gradients, recipe, free_port(), workers=2)
@@ -470,7 +464,6 @@ def serve_and_fail(port: int, at_epoch: int) -> str:
     raise AssertionError("the script did not fail")
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_a_server_that_fails_is_a_clear_error_on_its_workers(workers: Workers) -> None:
     _, *messages = workers.run(serve_and_fail, free_port(), 1, workers=3)
     for message in messages:
@@ -527,7 +520,6 @@ def _serve_until(recipe: Recipe, samples: int, schedule_of: Callable[[Any], Any]
         balancer.close()
 
 
-@pytest.mark.filterwarnings(QUIET)
 @pytest.mark.parametrize("schedule_of", [cosine, warmed_up])
 def test_a_server_goes_on_from_its_last_save(
     workers: Workers, tmp_path: Path, schedule_of: Callable[[Any], Any]
@@ -601,7 +593,6 @@ def keep_while_another_is_lost(port: int, path: str) -> int:
     return batches
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_what_is_added_up_counts_once_also_if_another_is_lost(
     workers: Workers, tmp_path: Path
 ) -> None:
@@ -791,7 +782,6 @@ def train_in_two_parts(recipe: Recipe, port: int, path: str) -> Any:
     return weights(model)
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_a_script_saves_and_resumes_as_in_synchronous_training(
     workers: Workers, tmp_path: Path
 ) -> None:
@@ -892,7 +882,6 @@ def learn_oddly(port: int) -> list[str]:
     return said
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_what_has_no_meaning_with_a_server_is_said(workers: Workers) -> None:
     (service,), said = workers.run(learn_oddly, free_port(), workers=2)
     for message, word in zip(said, ("adapt", "micro_batch", "ddp", "comm_hook"), strict=False):
