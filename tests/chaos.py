@@ -96,7 +96,7 @@ def serve(mode: str, port: int, stop: str, report: int) -> None:
             if counts != Counter(range(SAMPLES))
         },
         "loss": loss,
-        "updates": balancer._training._desk.engine.updates,
+        "updates": balancer._training.service().updates,
     }
     os.write(report, json.dumps(found).encode())
 

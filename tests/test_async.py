@@ -35,17 +35,19 @@ from poise.errors import (
 from poise.lab.processes import free_port
 from poise.policy import Fixed, policy_named
 from poise.records import read_record, replay
+from poise.runtime.channel import Channel
+from poise.runtime.door import knock
 from poise.torch import Async, Balancer, BySamples, Stale
 from poise.torch.asynchronous import parameters as parameters_module
-from poise.torch.asynchronous.desk import Desk, Guest
-from poise.torch.asynchronous.door import knock
+from poise.torch.asynchronous.course import Course
+from poise.torch.asynchronous.desk import Desk
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
-from poise.torch.asynchronous.messages import About, Push
+from poise.torch.asynchronous.messages import About, Push, text_of
 from poise.torch.asynchronous.parameters import Applied, Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
 from poise.torch.asynchronous.server import Server
-from poise.torch.asynchronous.steps import AppliedStep, OpenSteps
+from poise.torch.asynchronous.updates import AppliedStep, OpenSteps, Updates
 from tests.cluster import Workers
 from tests.training import (
     Recipe,
@@ -61,7 +63,6 @@ ANY_FLOAT = json.dumps(
     {"push": dataclasses.asdict(Push((0,), (), (0,), "1", 1.0, None)) | {"count": 10**400}}
 )
 """A push whose count is no float."""
-QUIET = "ignore:updates of . workers that do not wait"
 
 
 def train(
@@ -198,7 +199,6 @@ def accumulate_plainly(recipe: Recipe) -> Any:
     return weights(model)
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_gradients_that_a_loop_adds_up_are_pushed_once(workers: Workers) -> None:
     recipe = Recipe(samples=60, epochs=2)
     served, batches = workers.run(accumulate, recipe, free_port(), workers=2)
@@ -316,17 +316,18 @@ def train_among_strangers(recipe: Recipe, port: int) -> Any:
     for answer in (b"[" * 4000, json.dumps({"nonce": "1", "proof": "\u00e4"}).encode()):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as end:
             end.sendall(b"poise-1\n")
-            link = Link(end)
-            link.hear()
-            link._send(answer)
+            channel = Channel(end)
+            channel.hear()
+            channel.send(answer)
             with suppress(ConnectionError):
                 end.recv(10_000)  # hung up on, or told that it is refused
     for text in (b"[" * 100_000, b'{"failed": "you"}', b'{"about": 1}', b"{}"):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as end:
-            link = knock(end, None, About(__version__, None, None, "here\ud800"))
-            link.hear()
-            link._send(text)
-            link.hear()  # why it is refused
+            about = About(__version__, None, None, "here\ud800")
+            channel = knock(end, None, text_of(about))
+            channel.hear()
+            channel.send(text)
+            channel.hear()  # why it is refused
     return refused
 
 
@@ -334,7 +335,7 @@ def train_while_pushes_take_long(recipe: Recipe, port: int) -> list[int]:
     """Worker 0 serves, and is held up between an update and the next samples; 1 trains."""
     if os.environ["RANK"] == "0":
         with as_server(port), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Desk, "_push_alone", _held_up(Desk._push_alone))
+            patch.setattr(Updates, "push", _held_up(Updates.push))
             train(recipe)
         return []
     with as_worker(port):
@@ -363,7 +364,6 @@ def _held_up(push: Any) -> Any:
     return held_up
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_a_pass_has_the_samples_of_its_own_epoch(workers: Workers) -> None:
     recipe = Recipe(samples=24, epochs=4)
     outcomes = workers.run(train_while_pushes_take_long, recipe, free_port(), workers=2)
@@ -376,7 +376,6 @@ def _prepare_only(recipe: Recipe, **stated: Any) -> None:
         balancer.prepare(model, optimizer, DataLoader(dataset(recipe), 12, shuffle=True))
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_strangers_are_refused_with_a_reason_and_disturb_nobody(workers: Workers) -> None:
     recipe = Recipe(samples=240, epochs=60)  # longer than the strangers take
     outcomes = workers.run(train_among_strangers, recipe, free_port(), workers=3)
@@ -405,7 +404,6 @@ def train_with_a_secret(recipe: Recipe, port: int) -> Any:
         return train(recipe)
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_a_secret_opens_the_door(workers: Workers) -> None:
     recipe = Recipe(epochs=1)
     _, (_, seen, _) = workers.run(train_with_a_secret, recipe, free_port(), workers=2)
@@ -434,7 +432,6 @@ def train_with_bad_gradients(recipe: Recipe, port: int) -> Any:
         return step, balancer.skipped
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_pushes_that_are_not_finite_are_dropped_and_counted(workers: Workers) -> None:
     recipe = Recipe(samples=48, epochs=2)
     outcomes = workers.run(train_with_bad_gradients, recipe, free_port(), workers=2)
@@ -467,7 +464,6 @@ def serve_and_fail(port: int, at_epoch: int) -> str:
     raise AssertionError("the script did not fail")
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_a_server_that_fails_is_a_clear_error_on_its_workers(workers: Workers) -> None:
     _, *messages = workers.run(serve_and_fail, free_port(), 1, workers=3)
     for message in messages:
@@ -494,29 +490,36 @@ def _serve_until(recipe: Recipe, samples: int, schedule_of: Callable[[Any], Any]
     """Serve, and vanish without a word once so many samples are pushed."""
     model, optimizer, _ = build(recipe)
     balancer = Balancer(recipe.global_batch)
-    server: Any = balancer._training
     loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
     _, _, shares = balancer.prepare(model, optimizer, loader)
     BySamples(schedule_of(optimizer), balancer, recipe.global_batch)
 
-    def vanish() -> None:
-        if balancer.samples >= samples:
-            for link in server._door._links:
-                link._socket.shutdown(socket.SHUT_RDWR)
-            raise KeyboardInterrupt
+    links: list[Link] = []
+    serve, apply = Desk.serve, Parameters.apply
 
-    server._desk.parameters.before_update.append(vanish)
-    with suppress(KeyboardInterrupt):
-        for _ in balancer.epochs(recipe.epochs):
-            for _ in shares:
-                pass
-        raise AssertionError("the server went on")
+    def noted(self: Desk, link: Link, worker: int, label: str) -> None:
+        links.append(link)
+        serve(self, link, worker, label)
+
+    def vanish(self: Parameters, gradient: Flat, *args: Any, **stated: Any) -> Applied:
+        if balancer.samples >= samples:
+            for link in links:
+                link.close()
+            raise KeyboardInterrupt
+        return apply(self, gradient, *args, **stated)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poise.torch.asynchronous.server._GOODBYE_S", 0.2)
+        patch.setattr(Desk, "serve", noted)
+        patch.setattr(Parameters, "apply", vanish)
+        with suppress(KeyboardInterrupt):
+            for _ in balancer.epochs(recipe.epochs):
+                for _ in shares:
+                    pass
+            raise AssertionError("the server went on")
+        patch.setattr("poise.torch.asynchronous.admission._GOODBYE_S", 0.2)
         balancer.close()
 
 
-@pytest.mark.filterwarnings(QUIET)
 @pytest.mark.parametrize("schedule_of", [cosine, warmed_up])
 def test_a_server_goes_on_from_its_last_save(
     workers: Workers, tmp_path: Path, schedule_of: Callable[[Any], Any]
@@ -552,7 +555,7 @@ def test_a_damaged_save_is_refused(tmp_path: Path) -> None:
 def test_a_script_may_say_more_of_the_mode_than_the_command() -> None:
     with serving_as(Serving(mode=Async())), Balancer(12, mode=Async(ahead=True)) as balancer:
         server: Any = balancer._training
-        assert server._mode == Async(ahead=True)
+        assert server.mode == Async(ahead=True)
     with (
         serving_as(Serving(mode=Stale(3))),
         pytest.raises(InvalidSetting, match="say it once"),
@@ -590,7 +593,6 @@ def keep_while_another_is_lost(port: int, path: str) -> int:
     return batches
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_what_is_added_up_counts_once_also_if_another_is_lost(
     workers: Workers, tmp_path: Path
 ) -> None:
@@ -656,9 +658,9 @@ def test_whatever_a_worker_says_is_not_taken_for_an_error_of_the_server(text: st
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     with ours, theirs:
-        Link(ours)._send(text.encode())
+        Channel(ours).send(text.encode())
         with pytest.raises(Disagreement):
-            Link(theirs).listen()
+            Link(Channel(theirs)).listen()
 
 
 def test_numbers_that_cannot_be_are_refused() -> None:
@@ -682,9 +684,9 @@ def test_an_end_that_cannot_be_paired_with_is_refused(text: bytes) -> None:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
     with ours, theirs:
-        Link(ours)._send(text)
-        link = Link(theirs)
-        link.set_limit(30)
+        Channel(ours).send(text)
+        link = Link(Channel(theirs))
+        link.channel.set_limit(30)
         with pytest.raises(Disagreement, match="cannot be paired with"):
             link.pair_up(server=True)
 
@@ -692,22 +694,21 @@ def test_an_end_that_cannot_be_paired_with_is_refused(text: bytes) -> None:
 def end_before_the_first_pass(recipe: Recipe, port: int, failing: bool) -> str:
     """Worker 0 serves, and ends while worker 1 waits for its first pass; returns what 1 is told."""
     if os.environ["RANK"] == "0":
-        waiting: list[Link] = []
-        await_ = Server._await
+        waiting = threading.Event()
+        await_first_pass = Course.await_first_pass
 
-        def noted(self: Server, link: Link, ready: Any) -> None:
-            waiting.append(link)
-            await_(self, link, ready)
+        def noted(self: Course, channel: Channel) -> None:
+            waiting.set()
+            await_first_pass(self, channel)
 
         with as_server(port), suppress(KeyError), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Server, "_await", noted)
+            patch.setattr(Course, "await_first_pass", noted)
             model, optimizer, _ = build(recipe)
             with Balancer(recipe.global_batch) as balancer:
                 balancer.prepare(
                     model, optimizer, DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
                 )
-                while len(waiting) < 2:  # for prepare, and for the first pass
-                    time.sleep(0.01)
+                waiting.wait()
                 if failing:
                     raise KeyError("no such column")
         return ""
@@ -737,7 +738,7 @@ def test_an_address_that_is_none_is_refused(address: str, monkeypatch: Any) -> N
 
 
 def test_a_stranger_who_speaks_slowly_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poise.torch.asynchronous.door._PATIENCE_S", 0.3)
+    monkeypatch.setattr("poise.runtime.door._PATIENCE_S", 0.3)
     with serving_as(Serving()), Balancer(12) as balancer:
         server: Any = balancer._training
         host, port = server.address.rsplit(":", 1)
@@ -781,7 +782,6 @@ def train_in_two_parts(recipe: Recipe, port: int, path: str) -> Any:
     return weights(model)
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_a_script_saves_and_resumes_as_in_synchronous_training(
     workers: Workers, tmp_path: Path
 ) -> None:
@@ -882,7 +882,6 @@ def learn_oddly(port: int) -> list[str]:
     return said
 
 
-@pytest.mark.filterwarnings(QUIET)
 def test_what_has_no_meaning_with_a_server_is_said(workers: Workers) -> None:
     (service,), said = workers.run(learn_oddly, free_port(), workers=2)
     for message, word in zip(said, ("adapt", "micro_batch", "ddp", "comm_hook"), strict=False):
@@ -918,7 +917,7 @@ def test_a_server_that_others_can_reach_needs_a_secret() -> None:
 def test_a_server_listens_on_loopback_only() -> None:
     with serving_as(Serving()), Balancer(12) as balancer:
         server: Any = balancer._training
-        assert server._door._listener.getsockname()[0] == "127.0.0.1"
+        assert server.address.startswith("127.0.0.1:")
 
 
 def push(
@@ -1113,8 +1112,8 @@ def test_a_save_waits_for_updates_that_are_under_way() -> None:
     _, engine = engine.join(1)
     share, engine = engine.draw(1)
     assert share is not None
-    desk = Desk(engine, held, threading.Condition(), None)
-    guest = Guest(None, 1, "", held.buffer(), held.buffer())  # type: ignore[arg-type] # unused
+    course = Course(engine)
+    updates = Updates(course, held)
     inside, may_go_on = threading.Event(), threading.Event()
     seen: list[tuple[int, ...]] = []
 
@@ -1123,18 +1122,18 @@ def test_a_save_waits_for_updates_that_are_under_way() -> None:
         may_go_on.wait(10)
 
     def save() -> None:
-        with desk.still():
-            seen.append((desk.engine.updates, *held.versions))
+        with course.still():
+            seen.append((course.engine.updates, *held.versions))
 
     held.before_update.append(block)
     pushing = threading.Thread(
-        target=lambda: desk._push_alone(guest, a_push(held, share.number), finite=True)
+        target=lambda: updates.push(1, a_push(held, share.number), held.buffer(), finite=True)
     )
     saving = threading.Thread(target=save)
     pushing.start()
     inside.wait(10)
     saving.start()
-    while not (desk._paused or seen):
+    while not (course.paused or seen):
         time.sleep(0.001)
     time.sleep(0.05)
     may_go_on.set()
@@ -1146,7 +1145,7 @@ def test_a_save_waits_for_updates_that_are_under_way() -> None:
 def test_forked_processes_keep_no_connection_open() -> None:
     """Those of a loader outlive a worker that is killed, and its server must notice at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        mine = Link(socket.create_connection(listener.getsockname()[:2]))
+        mine = Channel(socket.create_connection(listener.getsockname()[:2]))
         other, _ = listener.accept()
     child = os.fork()
     if not child:

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from poise.errors import InvalidSetting
 from poise.policy import Fixed
+from poise.runtime.slicing import emptied
 from poise.torch import Balancer
 from poise.torch.loader import lead
-from poise.runtime.slicing import emptied
 from tests.cluster import Workers
 from tests.leaks import group_threads
 from tests.test_exactness import EXACT

@@ -15,8 +15,8 @@ from poise.errors import StateMismatch
 from poise.lab import Pacer
 from poise.policy import Auto, Bounds
 from poise.records import read_record, replay
-from poise.torch import Balancer
 from poise.runtime.learned import same_kind
+from poise.torch import Balancer
 from poise.torch.devices import device_kind
 from tests.cluster import Workers
 from tests.inside import session_of

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.policy import Fixed
-from poise.torch import Balancer
 from poise.runtime.slicing import samples_left, sizes, sliced
+from poise.torch import Balancer
 from tests.cluster import Workers
 from tests.test_counts import (
     CASES,

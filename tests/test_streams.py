@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from poise.environment import launched_as
 from poise.errors import StateMismatch
 from poise.policy import Fixed
-from poise.torch import Balancer
 from poise.runtime.counts import Counts
+from poise.torch import Balancer
 from tests.cluster import Workers
 from tests.test_exactness import EXACT
 from tests.training import Weights, distance, weights

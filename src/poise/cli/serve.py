@@ -12,6 +12,7 @@ from poise.cli.serve_board import ServeBoard
 from poise.engine.modes import Mode, Sync, mode_of
 from poise.environment import launched_as, shared_secret
 from poise.errors import InvalidSetting
+from poise.runtime.door import check_secret, is_loopback, listening
 from poise.runtime.events import Prepared
 from poise.runtime.instruments import Instrument, instrumented
 from poise.script import check_script, run, show_error
@@ -92,7 +93,7 @@ def invitation(address: str, script: Sequence[str]) -> str:
     host, _, port = address.rpartition(":")
     reached = f"{socket.gethostname()}:{port}" if host in _EVERYWHERE else address
     joining = f"POISE_SERVER={reached} {shlex.join(['python', *script])}"
-    secret = "" if _is_loopback(host) else ", and with POISE_SECRET set as it is here"
+    secret = "" if is_loopback(host) else ", and with POISE_SECRET set as it is here"
     return f"serving at {address}; workers join with {joining}{secret}"
 
 
@@ -154,13 +155,5 @@ def _check_save(save: str | None, every_s: float | None) -> None:
 
 def _check_address(host: str, port: int) -> None:
     """Raise unless the server can listen there, before the script has loaded its data."""
-    from poise.torch.asynchronous.door import check_secret, listening
-
-    check_secret(host, shared_secret(), loopback=_is_loopback(host))
+    check_secret(host, shared_secret())
     listening(host, port).close()
-
-
-def _is_loopback(host: str) -> bool:
-    from poise.torch.asynchronous.role import is_loopback
-
-    return is_loopback(host)

@@ -16,12 +16,15 @@ from poise.core.plan import Plan
 from poise.engine.modes import Async, Stale, Sync
 from poise.policy import Policy
 from poise.runtime.batches import Idle
-from poise.runtime.counts import CountFunction
 from poise.runtime.clocks import host_stamp
+from poise.runtime.counts import CountFunction
 from poise.runtime.events import Begun, Events
 from poise.runtime.instruments import instruments
 from poise.runtime.slicing import Slicer
 from poise.runtime.training import Saved, Training
+from poise.torch.asynchronous.role import role_of
+from poise.torch.asynchronous.server import Server
+from poise.torch.asynchronous.worker import JoinedWorker
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings, checked_torch_settings
 from poise.torch.synchronous import Synchronous
@@ -269,20 +272,14 @@ class Balancer:
 
 def _begun(settings: TorchSettings, events: Events) -> Training:
     """Begin the kind of training that the settings and the environment ask for."""
-    from poise.torch.asynchronous.role import role_of
-
     for instrument in instruments():
         settings = instrument.settings(settings)
         instrument.listen(events)
     role = role_of(settings.mode)
     match role.kind:
         case "server":
-            from poise.torch.asynchronous.server import Server
-
             return Server(role, settings, events)
         case "worker":
-            from poise.torch.asynchronous.worker import JoinedWorker
-
             return JoinedWorker(role, settings, events)
         case _:
             return Synchronous(settings, events)

@@ -1,39 +1,27 @@
-"""Where workers are served: who gets which samples, and what becomes of their gradients.
-
-One lock guards the state of the training; whoever changes it tells all who wait. Gradients are
-applied and weights copied outside of it, under the locks of their shards.
-"""
+"""Where workers are served: who gets which samples, and what becomes of their gradients."""
 
 import logging
 import math
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from poise.core.order import DrawnOrder, Order
-from poise.engine.asp import AsyncEngine, Round, Share
-from poise.engine.modes import Stale
+from poise.engine.asp import Round, Share
 from poise.errors import Disagreement, PoiseError
 from poise.records import Recorder
+from poise.runtime.clocks import host_stamp
+from poise.runtime.events import Events, Joined, Left, Lost
+from poise.torch.asynchronous.course import Course, Failed
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
-from poise.torch.asynchronous.messages import Begin, Handed, NoMore, Push, Weights
-from poise.torch.asynchronous.parameters import Applied, Parameters, momentum_notice
+from poise.torch.asynchronous.messages import Begin, Handed, Leave, NoMore, Push, Weights
+from poise.torch.asynchronous.parameters import Parameters, momentum_notice
 from poise.torch.asynchronous.service import ServedWorker, Service
-from poise.torch.asynchronous.steps import OpenSteps
+from poise.torch.asynchronous.updates import Updates
 
-LOOK_S = 0.2
-"""How often who waits looks whether the other end is still there."""
 _MOST_AHEAD = 4096
 """Local batches that a worker may ask for at once."""
 _log = logging.getLogger("poise")
-
-
-class Failed(Exception):
-    """Something of the server's own went wrong; the cause says what."""
 
 
 @dataclass
@@ -47,160 +35,44 @@ class Guest:
     """Where its pushes arrive."""
     weights: Flat
     """From where its copies leave."""
-    factor: float = 1.0
     iteration_s: float = math.nan
     done: bool = False
     """Whether it has said that it leaves."""
 
 
 class Desk:
-    """The training, as it is served."""
+    """Serves each worker in a thread of its own."""
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        parameters: Parameters,
-        state: threading.Condition,
-        recorder: Recorder | None,
+        self, course: Course, parameters: Parameters, recorder: Recorder | None, events: Events
     ) -> None:
-        self.engine = engine
+        self.course = course
+        self._events = events
         self.parameters = parameters
-        self.ended: NoMore | str | None = None
-        """What workers are told that ask for more: that it is done, or what went wrong."""
-        self.order: Order | DrawnOrder | None = None
-        """Of this epoch's samples, if it is not one that workers can compute themselves."""
-        self.is_open = False
-        """Whether samples are handed out."""
-        self.broken = False
-        """Whether an update failed, perhaps half-way, so that the weights are not to be kept."""
-        self._state = state
+        self._updates = Updates(course, parameters)
         self._recorder = recorder
-        self._open_steps = OpenSteps(parameters)
         self._guests: dict[int, Guest] = {}
-        self._paused = False
-        self._in_flight = 0
-        """Pushes that are being applied."""
         self._began_s: float | None = None
+        """When the first push came."""
 
-    @property
-    def empty(self) -> bool:
-        """Whether no worker is here."""
-        return not self._guests
-
-    def join(self, guest: Guest) -> None:
-        """A worker is here."""
-        with self._state:
-            try:
-                decided, self.engine = self.engine.join(guest.worker, guest.label)
-            except PoiseError as error:  # the policy cannot follow
-                raise Disagreement(str(error)) from error
-            self._guests[guest.worker] = guest
-            self._record(decided)
-            self._state.notify_all()
-            workers = len(self.engine.members)
-        _log.info("worker %d is here: %s", guest.worker, guest.label)
-        notice = momentum_notice(self.engine.mode, self.parameters.optimizer, workers)
-        if notice and decided is not None:  # those that were expected are known before
-            _log.warning("%s", notice)
-
-    def leave(self, guest: Guest) -> None:
-        """A worker is gone; what it has not pushed is handed to others."""
-        with self._state:
-            del self._guests[guest.worker]
-            decided, self.engine = self.engine.leave(guest.worker, done=guest.done)
-            self._record(decided)
-            self._apply_steps()
-            self._state.notify_all()
-        if guest.done or self.ended is not None:
-            _log.info("worker %d has left", guest.worker)
-        else:
-            _log.warning("worker %d is lost; what it had not pushed goes to others", guest.worker)
-
-    def begin(self, guest: Guest, asked: Begin) -> None:
-        """Give a worker its first local batches of an epoch, or more after all were given."""
-        with self._state:
-            self._skip(guest, asked.skipped)
-            self.engine = self.engine.unused(guest.worker, asked.epoch, asked.kept)
-            self._apply_steps()
-            self._state.notify_all()
-            shares: list[Share] = []
-            kept = asked.kept
-            while self.ended is None and self.engine.epoch <= asked.epoch and not shares:
-                if self.is_open and self.engine.epoch == asked.epoch:
-                    shares = self._draw(guest, asked.wanted)
-                if not shares and kept:  # the epoch would wait for a push that waits for the next
-                    self.engine = self.engine.accounted(guest.worker, kept)
-                    self._apply_steps()
-                    kept = ()
-                elif not shares:
-                    self._look_after(guest)
-            if not shares:
-                self.tell_no_more(guest)
-                return
-            queued_s = self._await_turn(guest)
-        self._send_weights(guest, shares, queued_s, counted=bool(asked.kept) and not kept)
-
-    def push(self, guest: Guest, push: Push) -> None:
-        """Take a worker's gradient, and give it new weights and its next local batch."""
-        parameters = self.parameters
-        global_batch = self.engine.engine.global_batch
-        push.check(len(parameters.trained), parameters.versions, global_batch)
-        if self._began_s is None:
-            self._began_s = time.monotonic()
-        guest.link.receive(guest.gradient.bytes)
-        if isinstance(self.ended, str):
-            self.tell_no_more(guest)
-            return
-        finite = guest.gradient.is_finite(len(parameters.trained))
-        with self._state:
-            self._skip(guest, push.skipped)
-        if isinstance(self.engine.mode, Stale):
-            queued_s = self._push_to_step(guest, push, finite=finite)
-        else:
-            queued_s = self._push_alone(guest, push, finite=finite)
-        with self._state:
-            if push.report is not None:
-                guest.iteration_s = push.report.iteration_s
-                decided, self.engine = self.engine.reported(guest.worker, push.report)
-                self._record(decided)
-            here = self.engine.member(guest.worker).epoch == self.engine.epoch
-            shares = self._draw(guest, 1) if self.is_open and here else []
-            queued_s += self._await_turn(guest)
-            self.engine = self.engine.waited(guest.worker, queued_s)
-            self._state.notify_all()
-        self._send_weights(guest, shares, queued_s)
-
-    def tell_no_more(self, guest: Guest) -> None:
-        """Say that the epoch is over, or the training, or what went wrong."""
-        match self.ended:
-            case str() as reason:
-                guest.link.tell({"failed": f"the server failed: {reason}"})
-            case NoMore() as done:
-                guest.link.say(done)
-            case None:
-                guest.link.say(NoMore(self.engine.epoch, done=False))
-
-    @contextmanager
-    def still(self) -> Iterator[None]:
-        """Have no push applied, so that weights and place fit each other."""
-        with self._state:
-            before, self._paused = self._paused, True
-            while self._in_flight:
-                self._state.wait()
-            try:
-                yield
-            finally:
-                self._paused = before
-                self._state.notify_all()
+    def serve(self, link: Link, worker: int, label: str) -> None:
+        """Do what a worker asks for until it leaves, or raise."""
+        guest = Guest(link, worker, label, self.parameters.buffer(), self.parameters.buffer())
+        self._join(guest)
+        try:
+            while not guest.done:
+                self._answer(guest)
+        finally:
+            self._leave(guest)
 
     def service(self, address: str) -> Service:
         """Return what the server at an address does, at this moment."""
-        engine = self.engine
+        engine = self.course.engine
         split = engine.plan.split
         known = len(split) == len(engine.members)
         return Service(
             address=address,
-            mode=str(self.engine.mode),
+            mode=str(engine.mode),
             epoch=engine.epoch,
             pushed=engine.pool.pushed,
             length=engine.length,
@@ -226,69 +98,116 @@ class Desk:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _push_alone(self, guest: Guest, push: Push, *, finite: bool) -> float:
-        """Make an update of one push; return the seconds spent waiting."""
-        start_s = time.perf_counter()
-        with self._state:
-            while self._paused:
-                self._state.wait()
-            engine = self.engine
-            share = engine.shares(guest.worker, push.numbers)[-1]
-            self._in_flight += 1
-        queued_s = time.perf_counter() - start_s
-        applied = Applied(0, 0.0)
-        try:
-            if finite:
-                with self._own_errors():
-                    applied = self.parameters.apply(
-                        guest.gradient,
-                        [each == "1" for each in push.present],
-                        since=push.versions,
-                        factor=partial(engine.factor, share),
-                        late=engine.usual_staleness,
-                        part=share.part,
-                    )
-            with self._state:  # not where that failed: a push that was not applied does not count
-                self.engine = self.engine.pushed(
-                    guest.worker, push.numbers, finite=finite, staleness=applied.staleness
-                )
-        finally:
-            with self._state:
-                self._in_flight -= 1
-                self._state.notify_all()
-        guest.factor = engine.factor(share, applied.staleness)
-        return queued_s + applied.waited_s
+    def _join(self, guest: Guest) -> None:
+        course = self.course
+        with course.changing():
+            try:
+                decided, course.engine = course.engine.join(guest.worker, guest.label)
+            except PoiseError as error:  # the policy cannot follow
+                raise Disagreement(str(error)) from error
+            self._guests[guest.worker] = guest
+            self._updates.join(guest.worker)
+            self._record(decided)
+            workers = len(course.engine.members)
+        step = course.engine.updates
+        self._events.tell(Joined(step, host_stamp(), guest.worker, guest.label))
+        _log.info("worker %d is here: %s", guest.worker, guest.label)
+        notice = momentum_notice(course.engine.mode, self.parameters.optimizer, workers)
+        if notice and decided is not None:  # those that were expected are known before
+            _log.warning("%s", notice)
 
-    def _push_to_step(self, guest: Guest, push: Push, *, finite: bool) -> float:
-        """Add a push to its step, and apply what is complete; return the seconds of waiting."""
-        start_s = time.perf_counter()
-        with self._state:
-            queued_s = time.perf_counter() - start_s
-            (share, *_) = self.engine.shares(guest.worker, push.numbers)
-            if finite:
-                self._open_steps.add(share.step, guest.worker, guest.gradient, push)
-            self.engine = self.engine.pushed(guest.worker, push.numbers, finite=finite)
-            self._apply_steps()
-        return queued_s
+    def _leave(self, guest: Guest) -> None:
+        """A worker is gone; what it has not pushed is handed to others."""
+        course = self.course
+        with course.changing():
+            del self._guests[guest.worker]
+            decided, course.engine = course.engine.leave(guest.worker, done=guest.done)
+            self._record(decided)
+            self._updates.leave(guest.worker)
+        step = course.engine.updates
+        if guest.done or course.ended is not None:
+            self._events.tell(Left(step, host_stamp(), guest.worker))
+            _log.info("worker %d has left", guest.worker)
+        else:
+            why = "what it had not pushed goes to others"
+            self._events.tell(Lost(step, host_stamp(), guest.worker, why))
+            _log.warning("worker %d is lost; %s", guest.worker, why)
 
-    def _apply_steps(self) -> None:
-        while (step := self.engine.complete()) is not None:
-            with self._own_errors():
-                applied = self._open_steps.apply(step, self.engine.step_factor)
-            self.engine = self.engine.applied(step, applied.staleness)
-            for worker in applied.staleness.keys() & self._guests.keys():
-                self._guests[worker].factor = applied.factor
-            self._state.notify_all()
+    def _answer(self, guest: Guest) -> None:
+        """Do what a worker asks for next."""
+        match guest.link.listen():
+            case Leave():
+                guest.done = True
+            case Begin() as asked:
+                self._begin(guest, asked)
+            case Push() as push:
+                self._push(guest, push)
+            case other:
+                raise Disagreement(f"worker {guest.worker} sent {type(other).__name__}")
 
-    def _skip(self, guest: Guest, numbers: Sequence[int]) -> None:
-        if numbers:
-            self.engine = self.engine.pushed(guest.worker, numbers, finite=False)
-            self._apply_steps()
+    def _begin(self, guest: Guest, asked: Begin) -> None:
+        """Give a worker its first local batches of an epoch, or more after all were given."""
+        course, worker = self.course, guest.worker
+        with course.changing():
+            self._updates.skip(worker, asked.skipped)
+            course.engine = course.engine.unused(worker, asked.epoch, asked.kept)
+            self._updates.apply_complete()
+            shares: list[Share] = []
+            kept = asked.kept
+            while course.ended is None and course.engine.epoch <= asked.epoch and not shares:
+                if course.is_open and course.engine.epoch == asked.epoch:
+                    shares = self._draw(worker, asked.wanted)
+                if not shares and kept:  # the epoch would wait for a push that waits for the next
+                    course.engine = course.engine.accounted(worker, kept)
+                    self._updates.apply_complete()
+                    kept = ()
+                elif not shares:
+                    course.look_after(guest.link.channel)
+            queued_s = self._await_turn(guest) if shares else 0.0
+        if shares:
+            self._send_weights(guest, shares, queued_s, counted=bool(asked.kept) and not kept)
+        else:
+            self._tell_no_more(guest)
 
-    def _draw(self, guest: Guest, wanted: int) -> list[Share]:
+    def _push(self, guest: Guest, push: Push) -> None:
+        """Take a worker's gradient, and give it new weights and its next local batch."""
+        course, worker = self.course, guest.worker
+        trained = len(self.parameters.trained)
+        push.check(trained, self.parameters.versions, course.global_batch)
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+        guest.link.receive(guest.gradient.bytes)
+        if isinstance(course.ended, str):
+            self._tell_no_more(guest)
+            return
+        finite = guest.gradient.is_finite(trained)
+        self._updates.skip(worker, push.skipped)
+        queued_s = self._updates.push(worker, push, guest.gradient, finite=finite)
+        with course.changing():
+            if push.report is not None:
+                guest.iteration_s = push.report.iteration_s
+                decided, course.engine = course.engine.reported(worker, push.report)
+                self._record(decided)
+            here = course.engine.member(worker).epoch == course.engine.epoch
+            shares = self._draw(worker, 1) if course.is_open and here else []
+            queued_s += self._await_turn(guest)
+            course.engine = course.engine.waited(worker, queued_s)
+        self._send_weights(guest, shares, queued_s)
+
+    def _tell_no_more(self, guest: Guest) -> None:
+        """Say that the epoch is over, or the training, or what went wrong."""
+        match self.course.ended:
+            case str() as reason:
+                guest.link.channel.tell({"failed": f"the server failed: {reason}"})
+            case NoMore() as done:
+                guest.link.say(done)
+            case None:
+                guest.link.say(NoMore(self.course.engine.epoch, done=False))
+
+    def _draw(self, worker: int, wanted: int) -> list[Share]:
         shares: list[Share] = []
         while len(shares) < min(max(wanted, 1), _MOST_AHEAD):
-            share, self.engine = self.engine.draw(guest.worker)
+            share, self.course.engine = self.course.engine.draw(worker)
             if share is None:
                 break
             shares.append(share)
@@ -297,27 +216,21 @@ class Desk:
     def _await_turn(self, guest: Guest) -> float:
         """Wait until a worker may start its next step; return the seconds."""
         start_s = time.perf_counter()
-        while self.ended is None and not self.engine.may_start(guest.worker):
-            self._look_after(guest)
+        while self.course.ended is None and not self.course.engine.may_start(guest.worker):
+            self.course.look_after(guest.link.channel)
         return time.perf_counter() - start_s
-
-    def _look_after(self, guest: Guest) -> None:
-        """Wait a little for news, and see whether a worker that waits is still there."""
-        self._state.wait(LOOK_S)
-        if guest.link.ended():
-            raise EOFError("the connection is closed")
 
     def _send_weights(
         self, guest: Guest, shares: Sequence[Share], queued_s: float, *, counted: bool = False
     ) -> None:
         copied = self.parameters.copy(guest.weights)
-        with self._state:
-            engine = self.engine
+        with self.course.changing():
+            engine = self.course.engine
             said = Weights(
                 handed=tuple(self._handed(share) for share in shares),
                 versions=copied.versions,
                 rates=copied.rates,
-                factor=guest.factor,
+                factor=self._updates.factor(guest.worker),
                 samples=engine.samples,
                 dropped=engine.member(guest.worker).tally.dropped,
                 split=engine.plan.split,
@@ -328,11 +241,12 @@ class Desk:
         guest.link.send(guest.weights.bytes)
 
     def _handed(self, share: Share) -> Handed:
-        planned = round(share.part * self.engine.engine.global_batch)
-        samples = None
-        if self.order is not None:
-            parts = [self.order.at(start, stop).tolist() for start, stop in share.ranges]
-            samples = tuple(sample for part in parts for sample in part)
+        """Return a local batch as it travels."""
+        course, samples = self.course, None
+        if course.order is not None:
+            spans = [course.order.at(start, stop).tolist() for start, stop in share.ranges]
+            samples = tuple(sample for span in spans for sample in span)
+        planned = round(share.part * course.global_batch)
         return Handed(share.number, share.epoch, share.ranges, planned, samples)
 
     def _record(self, decided: Round | None) -> None:
@@ -342,15 +256,6 @@ class Desk:
             _log.info("local batches %s: %s", list(decided.plan.split), decided.plan.why)
         if self._recorder is not None:
             try:
-                self._recorder.write_round(decided, self.engine, self.parameters.busy_s)
+                self._recorder.write_round(decided, self.course.engine, self.parameters.busy_s)
             except OSError as error:  # of the disk, not of a connection
                 raise Failed from error
-
-    @contextmanager
-    def _own_errors(self) -> Iterator[None]:
-        """Tell an error of the user's optimizer or schedule from the end of a connection."""
-        try:
-            yield
-        except Exception as error:
-            self.broken = True
-            raise Failed from error

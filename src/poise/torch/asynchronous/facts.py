@@ -1,7 +1,8 @@
 """What must be alike on a server and its workers, and what does not go with a server."""
 
-from collections.abc import Sequence, Sized
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,13 +11,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from poise.errors import InvalidSetting
-from poise.torch.checks import is_stream, model_facts
-from poise.torch.orders import Orders
-from poise.torch.settings import Settings
+from poise.errors import InvalidSetting, OutOfOrder
+from poise.runtime.control import checked_mean
+from poise.runtime.orders import Orders
+from poise.torch.checks import (
+    as_list,
+    check_loader,
+    check_models,
+    check_optimizers,
+    is_stream,
+    length_of,
+    model_facts,
+)
+from poise.torch.orders import orders_of
+from poise.torch.settings import TorchSettings
+
+T = TypeVar("T")
 
 
-def check_alone(settings: Settings) -> None:
+def check_alone(settings: TorchSettings) -> None:
     """Raise if a setting has no meaning without a step that all workers take together."""
     stated = {
         "adapt": settings.adapt is not None,
@@ -62,19 +75,6 @@ def check_servable(optimizers: Sequence[Optimizer], loader: DataLoader[Any]) -> 
         )
 
 
-class Schedule(Protocol):
-    """A schedule of learning rates that can be saved; `BySamples` is one."""
-
-    def follow(self) -> None:
-        """Follow the samples."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far it has come."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-
-
 class DrawnAlone:
     """Stands where workers draw an order together: the server draws it by itself."""
 
@@ -85,8 +85,38 @@ class DrawnAlone:
         return mine
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a script gives to prepare."""
+
+    models: Sequence[nn.Module]
+    optimizer: Optimizer
+    orders: Orders
+    facts: Mapping[str, str]
+    """What all processes must say of it alike."""
+
+    @staticmethod
+    def checked(
+        model: Any, optimizer: Any, loader: DataLoader[Any], settings: TorchSettings
+    ) -> "Given":
+        """Return what was given, or raise for what does not go with a server."""
+        models, optimizers = as_list(model), as_list(optimizer)
+        check_models(models)
+        check_optimizers(optimizers, models)
+        check_loader(loader)
+        check_servable(optimizers, loader)
+        orders = orders_of(loader, length_of(loader), settings.seed, DrawnAlone())
+        facts = facts_of(settings, models, optimizers[0], loader, orders)
+        return Given(models, optimizers[0], orders, facts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first trained parameter is."""
+        return next(p.device for m in self.models for p in m.parameters() if p.requires_grad)
+
+
 def facts_of(
-    settings: Settings,
+    settings: TorchSettings,
     models: Sequence[nn.Module],
     optimizer: Optimizer,
     loader: DataLoader[Any],
@@ -113,12 +143,12 @@ def facts_of(
 
 def own_mean(value: float | Tensor, count: float) -> float:
     """Return a process's own value, NaN where nothing counts."""
-    try:
-        number = float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        raise InvalidSetting(
-            f"mean got {value!r}; it takes a number or a tensor of one element"
-        ) from None
-    if not count >= 0 or count == float("inf"):
-        raise InvalidSetting(f"mean got count={count}; a count is a number from 0 up")
-    return number if count else float("nan")
+    number, counted = checked_mean(value, count)
+    return number if counted else float("nan")
+
+
+def prepared(training: T | None, call: str) -> T:
+    """Return what prepare makes, or raise if it was not called yet."""
+    if training is None:
+        raise OutOfOrder(f"{call} needs the data set; call prepare first")
+    return training

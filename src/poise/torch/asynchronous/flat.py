@@ -26,21 +26,13 @@ class Flat:
             for start, tensor in zip(starts, like, strict=True)
         ]
 
-    @torch.no_grad()
     def read(self, tensors: Sequence[Tensor], first: int = 0) -> None:
         """Take over the values of tensors, which stand from a place on."""
-        views = self.views[first : first + len(tensors)]
-        for kind in {tensor.dtype for tensor in tensors}:
-            pairs = [(v, t) for v, t in zip(views, tensors, strict=True) if t.dtype == kind]
-            torch._foreach_copy_([view for view, _ in pairs], [tensor for _, tensor in pairs])
+        _copy(tensors, self.views[first : first + len(tensors)])
 
-    @torch.no_grad()
     def write(self, tensors: Sequence[Tensor], first: int = 0) -> None:
         """Give tensors the values that stand from a place on."""
-        views = self.views[first : first + len(tensors)]
-        for kind in {tensor.dtype for tensor in tensors}:
-            pairs = [(v, t) for v, t in zip(views, tensors, strict=True) if t.dtype == kind]
-            torch._foreach_copy_([tensor for _, tensor in pairs], [view for view, _ in pairs])
+        _copy(self.views[first : first + len(tensors)], tensors)
 
     def is_finite(self, tensors: int) -> bool:
         """Whether the first so many tensors have neither NaN nor infinity."""
@@ -49,3 +41,11 @@ class Flat:
             for view in self.views[:tensors]
             if view.is_floating_point()
         )
+
+
+@torch.no_grad()
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy tensors to others of the same types, all of a type at once."""
+    for kind in {source.dtype for source in sources}:
+        pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s.dtype == kind]
+        torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])

@@ -1,12 +1,13 @@
 """What a worker and its server say to each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from poise.core.plain import from_plain, to_plain
 from poise.engine.asp import Report
 from poise.engine.pool import Ranges, count_of
-from poise.errors import Disagreement
+from poise.errors import Disagreement, StateMismatch
 
 _LARGEST_COUNT = 1e18
 """Sums of some of them are still numbers."""
@@ -131,6 +132,27 @@ KINDS: dict[str, type] = {
 Message = About | Begin | Push | Leave | Weights | NoMore
 
 
-def name_of(message: Any) -> str:
-    """Return the name under which a message travels."""
-    return next(name for name, kind in KINDS.items() if type(message) is kind)
+def text_of(message: Message) -> dict[str, Any]:
+    """Return a message as it travels."""
+    name = next(name for name, kind in KINDS.items() if type(message) is kind)
+    return {name: to_plain(message)}
+
+
+def message_of(text: Mapping[str, Any]) -> Message:
+    """Return the message that a text holds, or raise."""
+    for name, kind in KINDS.items():
+        if name in text:
+            try:
+                message: Message = from_plain(kind, text[name])
+            except (StateMismatch, OverflowError) as error:
+                raise Disagreement(f"the other end of a connection sent {error}") from None
+            return message
+    raise Disagreement(f"the other end of a connection sent {sorted(text)[:3]}")
+
+
+def about_of(text: Mapping[str, Any]) -> About:
+    """Return what a newcomer says of itself, or raise."""
+    about = message_of(text)
+    if not isinstance(about, About):
+        raise Disagreement(f"a newcomer sent {type(about).__name__}")
+    return about

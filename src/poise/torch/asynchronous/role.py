@@ -11,6 +11,7 @@ from typing import Literal
 from poise.engine.modes import Async, Mode, Stale, Sync, mode_of
 from poise.environment import Launch, launched_as, server_address
 from poise.errors import InvalidSetting, PoiseWarning
+from poise.runtime.door import is_loopback
 from poise.torch.asynchronous.service import Service
 from poise.torch.groups import launch_store
 
@@ -131,8 +132,3 @@ def _launched(mode: Async | Stale, launch: Launch) -> Role:
         announce=lambda address: store.set(_ADDRESS, address),
     )
     return Role("server", mode, serving)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -7,6 +7,18 @@ from poise.engine.asp import Tally
 
 
 @dataclass(frozen=True)
+class Pushed:
+    """What is pushed so far, over all workers; nobody says which samples teach more."""
+
+    samples: int
+
+    @property
+    def effective_samples(self) -> float:
+        """The same."""
+        return float(self.samples)
+
+
+@dataclass(frozen=True)
 class ServedWorker:
     """One worker, at one moment."""
 

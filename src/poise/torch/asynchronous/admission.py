@@ -1,0 +1,167 @@
+"""How a server admits workers: it compares what both train, and hosts each in a thread."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+
+from poise import __version__
+from poise.engine.modes import Async, Stale
+from poise.environment import shared_secret
+from poise.errors import Disagreement
+from poise.runtime.channel import GONE, Channel
+from poise.runtime.door import Door, check_secret
+from poise.torch.asynchronous.course import Ending, Failed, look_after
+from poise.torch.asynchronous.desk import Desk
+from poise.torch.asynchronous.facts import Given
+from poise.torch.asynchronous.flat import Flat
+from poise.torch.asynchronous.link import Link
+from poise.torch.asynchronous.messages import About, NoMore, about_of
+from poise.torch.asynchronous.parameters import everything
+from poise.torch.asynchronous.role import Serving
+
+_HANG_S = 1800.0
+_GOODBYE_S = 5.0
+_LABEL = 120
+"""Characters of a worker's words that are shown."""
+_log = logging.getLogger("poise")
+
+
+class Admission:
+    """Lets workers in from the start; they wait until the script gets to its first pass."""
+
+    def __init__(self, serving: Serving, mode: Async | Stale, hang_s: float | None) -> None:
+        secret = shared_secret()
+        check_secret(serving.host, secret)
+        self._mode = mode
+        self._limit_s = hang_s or _HANG_S
+        self._news = threading.Condition()
+        """Guards what follows; who changes it tells all."""
+        self._prepared: tuple[Desk, Given] | None = None
+        """Where workers are served, and with what; None until the script prepares it."""
+        self._ended: Ending | None = None
+        self._failure: BaseException | None = None
+        """Of a thread, before there is anything to serve."""
+        self._numbers: set[int] = set()
+        """Of workers that are here or about to be."""
+        self._door = Door(serving.host, serving.port, secret, about_of, self._meet)
+        self.address = self._door.address
+
+    def open(self, desk: Desk, given: Given) -> None:
+        """Let workers join who were given the same, those that have waited for it and others."""
+        with self._news:
+            self._prepared = desk, given
+            if self._failure is not None:
+                desk.course.fail(self._failure)
+            self._news.notify_all()
+
+    def end(self, said: Ending) -> None:
+        """Tell the workers that it ends and why, once, and let go of them."""
+        with self._news:
+            if self._ended is not None:
+                return
+            self._ended = said
+            self._news.notify_all()
+        if self._prepared is not None:
+            self._prepared[0].course.end(said, _GOODBYE_S)
+        self._door.close(_GOODBYE_S)
+        if self._prepared is not None:
+            self._prepared[0].close()
+
+    def _meet(self, channel: Channel, about: About) -> None:
+        """Host a worker, in a thread of its own, until it leaves."""
+        link = Link(channel)
+        with self._news:
+            worker = self._number(about.number)
+            self._numbers.add(worker)
+        try:
+            self._host(worker, link, about)
+        except GONE as error:
+            _log.info("a connection is closed: %s", error)
+            self._say_goodbye(channel)
+        except Disagreement as error:
+            _log.warning("a worker is refused: %s", error)
+            with suppress(*GONE):
+                channel.tell({"refused": str(error)})
+        except BaseException as error:
+            cause = error.__cause__ if isinstance(error, Failed) and error.__cause__ else error
+            self._fail(cause)
+            with suppress(*GONE):
+                channel.tell({"failed": f"the server failed: {type(cause).__name__}: {cause}"})
+        finally:
+            with self._news:
+                self._numbers.discard(worker)
+            link.close()
+
+    def _host(self, worker: int, link: Link, about: About) -> None:
+        channel = link.channel
+        _check_about(about, self._mode)
+        channel.set_limit(None)  # its script may take its time until it prepares
+        ahead = isinstance(self._mode, Async) and self._mode.ahead
+        channel.tell({"worker": worker, "mode": str(self._mode), "ahead": ahead})
+        training = channel.hear()
+        desk, given = self._await_prepared(channel)
+        _check_facts(given.facts, training.get("facts"))
+        channel.set_limit(self._limit_s)
+        channel.tell({"accepted": True})
+        link.pair_up(server=True)
+        desk.course.await_first_pass(channel)
+        channel.tell({"epoch": desk.course.engine.epoch})
+        # What is trained comes again, up to date, with the first samples.
+        whole = Flat(everything(given.models))
+        whole.read(everything(given.models))
+        link.send(whole.bytes)
+        label = f"{about.host}, {training.get('device')}"[:_LABEL]
+        printable = "".join(each if each.isprintable() else "?" for each in label)
+        desk.serve(link, worker, printable)
+
+    def _await_prepared(self, channel: Channel) -> tuple[Desk, Given]:
+        """Wait until the script has prepared its training, as long as the worker is there."""
+        with self._news:
+            while self._prepared is None:
+                look_after(self._news, channel, self._ended)
+            return self._prepared
+
+    def _number(self, wanted: int | None) -> int:
+        """Return the number that a worker wants, or the first that is free."""
+        if wanted is not None and wanted > 0 and wanted not in self._numbers:
+            return wanted
+        free = range(1, len(self._numbers) + 2)
+        return next(number for number in free if number not in self._numbers)
+
+    def _fail(self, failure: BaseException) -> None:
+        with self._news:
+            self._failure = self._failure or failure
+            if self._prepared is not None:
+                self._prepared[0].course.fail(failure)
+
+    def _say_goodbye(self, channel: Channel) -> None:
+        """Tell a worker whose connection ends with the server why, as far as it can still hear."""
+        if self._ended is None:
+            return
+        said = {"failed": f"the server failed: {self._ended}"}
+        if isinstance(self._ended, NoMore):
+            said = {"refused": "the training is over"}
+        with suppress(*GONE):
+            channel.tell(said)
+
+
+def _check_about(about: About, mode: Async | Stale) -> None:
+    if about.version != __version__:
+        raise Disagreement(
+            f"it has Poise {about.version} and the server {__version__}; install the same version"
+        )
+    if about.mode is not None and about.mode != str(mode):
+        raise Disagreement(f'its script says mode="{about.mode}" and the server has "{mode}"')
+
+
+def _check_facts(expected: Mapping[str, str], found: object) -> None:
+    """Raise where a worker's facts differ from the server's."""
+    if not isinstance(found, dict):
+        raise Disagreement("it says nothing of its model and data")
+    for key in [*expected, *(key for key in found if key not in expected)]:
+        if expected.get(key) != found.get(key):
+            raise Disagreement(
+                f"{key} is {found.get(key, 'missing')} there and {expected.get(key, 'missing')} "
+                "on the server; run the same script with the same settings and data"
+            )

@@ -1,0 +1,102 @@
+"""A worker's way into a training: to the door, through it, and to the server's weights."""
+
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from poise.environment import shared_secret
+from poise.errors import Disagreement, InvalidSetting, ServerLost
+from poise.runtime.channel import Channel
+from poise.runtime.door import knock
+from poise.torch.asynchronous.flat import Flat
+from poise.torch.asynchronous.link import Link, server_needed
+from poise.torch.asynchronous.messages import About, text_of
+from poise.torch.asynchronous.parameters import everything
+
+_PATIENCE_S = 300.0
+"""How long a server is waited for that does not listen yet."""
+_AGAIN_S = 0.2
+_SAY_S = 3.0
+_CLOSED_S = 15.0
+"""How long a server may hang up at once: it hears only so many at a time that it does not know."""
+_LAST_PORT = 65535
+
+
+class Joining:
+    """A worker that has come through a server's door, and joins its training step by step."""
+
+    def __init__(self, address: str, about: About) -> None:
+        """Knock at the server's door, which may not be there yet."""
+        self.address = address
+        self.link = Link(_let_in(address, about))
+        self.link.channel.set_limit(None)
+        answer = self._heard()
+        self.worker = int(answer["worker"])
+        """The number that the server gives to this worker."""
+        self.ahead = bool(answer["ahead"])
+        """Whether this worker is to compute while its push travels."""
+
+    def agree(self, facts: Mapping[str, str], device: str) -> None:
+        """Have the server compare what both train, or raise what it says against it."""
+        with server_needed(self.address):
+            self.link.channel.tell({"facts": facts, "device": device})
+        self._heard()  # it is accepted
+
+    def receive(self, models: Sequence[nn.Module]) -> int:
+        """Give models the server's values once it has begun; return the epoch."""
+        whole = Flat(everything(models))
+        with server_needed(self.address):
+            self.link.pair_up(server=False)
+            epoch = int(self._heard()["epoch"])
+            self.link.receive(whole.bytes)
+        whole.write(everything(models))
+        return epoch
+
+    def _heard(self) -> dict[str, Any]:
+        with server_needed(self.address):
+            answer = self.link.channel.hear()
+        if "refused" in answer:
+            raise Disagreement(f"the server at {self.address} refuses: {answer['refused']}")
+        if "failed" in answer:
+            raise ServerLost(str(answer["failed"]))
+        return answer
+
+
+def _let_in(address: str, about: About) -> Channel:
+    """Return a channel to a server that has let this worker in."""
+    begin_s = time.monotonic()
+    while True:
+        end = _reached(address)
+        try:
+            return knock(end, shared_secret(), text_of(about))
+        except ServerLost:
+            if time.monotonic() - begin_s > _CLOSED_S:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+def _reached(address: str) -> socket.socket:
+    """Return a connection with the server, which may not have started yet."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        raise InvalidSetting(f"POISE_SERVER={address!r} is no address; give host:port")
+    host = host.removeprefix("[").removesuffix("]")
+    begin_s = time.monotonic()
+    said = False
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=10)
+        except OSError as error:
+            waited_s = time.monotonic() - begin_s
+            if waited_s > _PATIENCE_S or isinstance(error, socket.gaierror):
+                raise ServerLost(
+                    f"no server can be reached at {address}: {error}; start `poise serve` there"
+                ) from error
+            if waited_s > _SAY_S and not said:
+                said = True
+                sys.stderr.write(f"poise: waiting for the server at {address}\n")
+            time.sleep(_AGAIN_S)
