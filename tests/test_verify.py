@@ -14,6 +14,7 @@ from torch import Tensor
 
 from poise.cli.main import main
 from poise.errors import InfeasibleSplit
+from poise.torch.settings import checked_torch_settings
 from poise.verify.causes import Cause
 from poise.verify.comparison import DOUBLE, HALF, SINGLE, distances, precision_of
 from poise.verify.observation import Observation, Runs, StepSeen, Variant, kept, read, write
@@ -223,7 +224,7 @@ def test_a_global_batch_that_gives_one_sample_each_is_refused() -> None:
 def test_observations_travel_through_files(tmp_path: Path) -> None:
     leaf = ((1, 2), "a", "b", "c")
     step = StepSeen([[leaf]], weight=0.25, used={"w": torch.ones(2)}, settings={"lr": 0.1})
-    written = Observation(worker=1, workers=2, global_batch=4, split=(3, 1), steps=[step])
+    written = Observation(worker=1, workers=2, split=(3, 1), steps=[step])
     write(tmp_path, Variant("shared"), written)
     again = read(tmp_path, Variant("shared"), 1)
     assert torch.equal(again.steps[0].used["w"], torch.ones(2))
@@ -295,7 +296,7 @@ def seen(
         after=values(before - 0.1 * used),
         digests={"a": "same", "b": "same"},
     )
-    return Observation(worker=worker, workers=3, global_batch=16, split=SPLIT, steps=[step])
+    return Observation(worker=worker, workers=3, split=SPLIT, steps=[step])
 
 
 def made_up(
@@ -496,7 +497,18 @@ def test_distances_are_parts_of_the_largest_value() -> None:
     assert distances({}, {}) == {}
 
 
+STATED: dict[str, Any] = {
+    "global_batch": 32,
+    "policy": "auto",
+    "idle": "empty",
+    **dict.fromkeys(
+        ["mode", "scaler", "count", "micro_batch", "slicer", "hang_s", "record", "ddp", "comm_hook"]
+    ),
+}
+
+
 def test_a_global_batch_that_may_move_stays_while_it_is_verified() -> None:
     observer = Observer(1, Variant("alone"), mock.Mock())
-    settings = observer.settings(32, {"adapt": (16, 64), "rate": "linear", "seed": 3})
-    assert (settings["adapt"], settings["rate"], settings["seed"]) == (None, None, 3)
+    stated = checked_torch_settings(**STATED, adapt=(16, 64), rate="linear", seed=3)
+    settings = observer.settings(stated)
+    assert (settings.adapt, settings.rule, settings.seed) == (None, None, 3)

@@ -283,11 +283,14 @@ class Clock:
     def __call__(self) -> float:
         return self.now_s
 
-    def stamp(self) -> float:
+    def mark(self) -> float:
         return self.now_s
 
-    def passed(self, stamp: float) -> bool:
-        return stamp <= self.now_s
+    def host_s(self) -> float:
+        return self.now_s
+
+    def passed(self, mark: float) -> bool:
+        return mark <= self.now_s
 
     def between_s(self, earlier: float, later: float) -> float:
         return later - earlier

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from poise.errors import InvalidSetting
-from poise.torch.slicing import Slicer, parts, samples_left, sliced
+from poise.runtime.slicing import Slicer, parts, samples_left, sliced
 from poise.verify.observation import Leaf
 
 _TIME = 2

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from poise.errors import InvalidSetting, OutOfOrder
 from poise.runtime.control import checked_mean
 from poise.runtime.orders import Orders
+from poise.runtime.settings import Settings
 from poise.torch.checks import (
     as_list,
     check_loader,
@@ -96,9 +97,7 @@ class Given:
     """What all processes must say of it alike."""
 
     @staticmethod
-    def checked(
-        model: Any, optimizer: Any, loader: DataLoader[Any], settings: TorchSettings
-    ) -> "Given":
+    def checked(model: Any, optimizer: Any, loader: DataLoader[Any], settings: Settings) -> "Given":
         """Return what was given, or raise for what does not go with a server."""
         models, optimizers = as_list(model), as_list(optimizer)
         check_models(models)
@@ -116,7 +115,7 @@ class Given:
 
 
 def facts_of(
-    settings: TorchSettings,
+    settings: Settings,
     models: Sequence[nn.Module],
     optimizer: Optimizer,
     loader: DataLoader[Any],

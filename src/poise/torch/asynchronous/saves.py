@@ -10,9 +10,9 @@ import torch
 
 from poise.errors import InvalidSetting, PoiseError, StateMismatch
 from poise.runtime.settings import Settings
-from poise.runtime.training import Saved
+from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.course import Course
-from poise.torch.asynchronous.facts import Given, Schedule
+from poise.torch.asynchronous.facts import Given
 
 _VERSION = 1
 _SHORT = 200
