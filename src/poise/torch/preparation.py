@@ -106,11 +106,11 @@ def build(
     most_samples: int | None,
 ) -> Built:
     """Build what trains; all workers call it together."""
-    guard = _equip(session, groups, handed)
+    guard = equip(session, groups, handed)
     compiles = any(is_compiled(model) for model in handed.models)
     if compiles:
         session.events.on(HandedOut, lambda event: let_size_vary(event.contents))
-    loader = _training_loader(session, handed)
+    loader = training_loader(session, handed)
     places = Places(session)
     with session.peers.liveness.together("prepare"), disconnecting():
         links = [Link.made(model, session, places, settings) for model in handed.models]
@@ -170,7 +170,7 @@ def _facts(session: Session, settings: TorchSettings, handed: HandedIn) -> dict[
     return facts
 
 
-def _equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
+def equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
     """Choose the group that sums gradients by their devices, and bring clocks and meters."""
     device = next(p.device for p in handed.parameters if p.requires_grad)
     peers, loader, settings = session.peers, handed.loader, session.settings
@@ -197,7 +197,7 @@ def _equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
     return guard
 
 
-def _training_loader(session: Session, handed: HandedIn) -> ShareLoader | StreamLoader:
+def training_loader(session: Session, handed: HandedIn) -> ShareLoader | StreamLoader:
     settings, loader = session.settings, handed.loader
     passes = TrainingPass(session)
     if handed.orders is None:
