@@ -75,6 +75,24 @@ def simulate(asked: Asked) -> int:
 
 
 @dataclass(frozen=True)
+class Ceiling:
+    """What no split of the same global batch can exceed, from the first step to the last."""
+
+    times: float | None = None
+    """How many times as fast as even a step is with the best split."""
+    unknown: str | None = None
+    """Why no such number holds for all steps."""
+
+    def __str__(self) -> str:
+        if self.times is None:
+            return f"no ceiling is known: {self.unknown}"
+        return (
+            "no split of the same global batch can make steps more than "
+            f"{self.times:.2f} times as fast as even"
+        )
+
+
+@dataclass(frozen=True)
 class Findings:
     """What comes of a scenario, and of the same without a change that was asked about."""
 
@@ -127,27 +145,30 @@ class Findings:
             "mode": str(scenario.mode),
             "seed": scenario.seed,
             "error": scenario.error,
-            "ceiling": self.ceiling,
+            "ceiling": self.ceiling.times,
+            "ceiling_unknown": self.ceiling.unknown,
             "outcomes": [_plain(each) for each in self.outcomes],
             "what_if": str(self.what_if) or None,
             "before": [_plain(each) for each in self.before],
         }
 
     @property
-    def ceiling(self) -> float | None:
-        """How many times as fast as even the best split is at the start; None where no step is."""
+    def ceiling(self) -> "Ceiling":
+        """How many times as fast as even the best split makes a step."""
         scenario = self.scenario
         if not isinstance(scenario.mode, Sync):
-            return None
+            return Ceiling(unknown="workers do not wait for each other")
+        if scenario.changes_over_steps:
+            return Ceiling(unknown="the cluster changes, and the best split with it")
         moment = Conditions(scenario).at(0, 0.0)
         if not moment.cluster.is_plain:
-            return None  # the best split is only the best that was found
+            return Ceiling(unknown="the best split is only the best that was found")
         limits = scenario.limits.take(moment.present.tolist())
         even = even_split(len(moment.present), scenario.global_batch)
         if not limits.allow(even):
-            return None
+            return Ceiling(unknown="an even split does not fit")
         _, best_s = moment.cluster.best(scenario.global_batch, limits)
-        return moment.cluster.step_s(even) / best_s
+        return Ceiling(moment.cluster.step_s(even) / best_s)
 
     @property
     def _refused(self) -> set[str]:
@@ -162,11 +183,7 @@ class Findings:
         best = min(known.values(), key=lambda each: _seconds(each, *known.values()))
         ratio = _seconds(even, best) / _seconds(best, even)
         yield f"{best.policy} {_does(even, best)} {self._times(ratio)} as fast as even"
-        if self.ceiling is not None and not self.scenario.changes_over_steps:
-            yield (
-                "no split of the same global batch can make steps more than "
-                f"{self.ceiling:.2f} times as fast as even"
-            )
+        yield str(self.ceiling)
 
     def _difference(self) -> Iterator[str]:
         """Yield what a change brings to each policy."""
