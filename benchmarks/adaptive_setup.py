@@ -27,6 +27,7 @@ _SYSTEM = Path("/")
 _TEST_PART = 0.1
 """Of the text, at its end."""
 _TEST_WINDOWS = 1000
+_RANDOM_SAMPLES = 2000
 
 
 class SetUpFailed(RuntimeError):
@@ -50,6 +51,22 @@ def data_file(task: str, say: Say) -> Path:
         unfinished = path.with_suffix(f".{os.getpid()}.npz")
         np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # none is an option
         unfinished.replace(path)
+    return path
+
+
+def random_file(task: str) -> Path:
+    """Return a file with samples of a task's form that mean nothing, and need no download."""
+    path, draw = cache() / f"random-{task}.npz", np.random.default_rng(0)
+    arrays: Arrays = {}
+    for name, count in (("train", _RANDOM_SAMPLES), ("test", _TEST_WINDOWS)):
+        if task == "images":
+            inputs: NDArray[Any] = draw.random((count, 1, 28, 28), dtype=np.float32)
+            targets = draw.integers(10, size=count)
+        else:
+            inputs = draw.integers(CHARACTERS, size=(count, CONTEXT))
+            targets = draw.integers(CHARACTERS, size=(count, CONTEXT))
+        arrays |= {f"{name}_inputs": inputs, f"{name}_targets": targets}
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # none is an option
     return path
 
 
