@@ -30,7 +30,7 @@ format: $(READY)
 BENCHMARKS = $(patsubst benchmarks/%.py,%,$(sort $(shell grep -l '^Run: ' benchmarks/*.py benchmarks/papers/*.py)))
 bench: $(READY)
 	@test -n "$(filter $(NAME),$(BENCHMARKS))" || { echo 'make bench needs NAME=..., one of: $(BENCHMARKS)' >&2; exit 2; }
-	@PYTHONPATH=benchmarks:$$PYTHONPATH $(BIN)/python benchmarks/$(NAME).py $(ARGS)
+	@PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -1,8 +1,8 @@
 """How long training takes when the global batch follows the gradient noise, and against what.
 
-Run: `python benchmarks/adaptive.py [--quick] [--json] [--plot FILE] [--only NAME ...]`. `--quick`
-takes less than three minutes once data and AdaptDL are set up: one task, one seed, fewer samples
-and fixed batches; the bars are the same. All takes about 45 minutes.
+Run: `python benchmarks/adaptive.py [--quick | --smoke] [--json] [--plot FILE] [--only NAME ...]`.
+`--quick` takes less than three minutes once data and AdaptDL are set up: one task, one seed, fewer
+samples and fixed batches; the bars are the same. All takes about 45 minutes.
 
 **Tasks.** images: Fashion-MNIST, a small convolutional network, SGD with momentum. text: the King
 James text, a character transformer, AdamW; accuracy is that of the next character. The learning

@@ -1,8 +1,8 @@
 """How fast workers of unequal speed train under each policy, and how near to the best that is.
 
-Run: `python benchmarks/balance.py [--quick] [--json] [--plot FILE] [--only NAME ...]`. `--quick`
-takes less than three minutes and measures fewer clusters and policies, fewer times; the bars are
-the same.
+Run: `python benchmarks/balance.py [--quick | --smoke] [--json] [--plot FILE] [--only NAME ...]`.
+`--quick` takes less than three minutes and measures fewer clusters and policies, fewer times; the
+bars are the same.
 
 **Clusters.** HL1, HL2, HL4 and HL8: four workers under CPU quotas in OmniLearn's core ratios
 (12/12/12/12, 12/12/8/16, 9/9/6/24, 6/6/4/32), scaled to 1.35 cores in all, training a small

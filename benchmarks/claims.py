@@ -1,7 +1,7 @@
 """What is claimed of policies, on truths that the core cannot represent and on real records.
 
-Run: `python benchmarks/claims.py [--quick] [--json]`. `--quick` takes less than three minutes: 2
-seeds instead of 8, and labs of 90 steps instead of 240. The bars are the same.
+Run: `python benchmarks/claims.py [--quick | --smoke] [--json]`. `--quick` takes less than three
+minutes: 2 seeds instead of 8, and labs of 90 steps instead of 240. The bars are the same.
 
 A simulator whose truth has the form that a policy assumes proves that the policy solves what it
 assumes. So the same cluster, three kinds of workers with a global batch of 480, is simulated

@@ -1,8 +1,8 @@
 """How much longer training takes with each policy than with an oracle's splits, on virtual workers.
 
-Run: `python benchmarks/policies.py [--quick] [--json]`. `--quick` takes less than three minutes:
-3 seeds instead of 20. The bars are the same. Nothing here depends on the machine: virtual workers,
-a virtual clock, seeded noise; the same run prints the same numbers.
+Run: `python benchmarks/policies.py [--quick | --smoke] [--json]`. `--quick` takes less than three
+minutes: 3 seeds instead of 20. The bars are the same. Nothing here depends on the machine: virtual
+workers, a virtual clock, seeded noise; the same run prints the same numbers.
 
 **The walk.** OmniLearn's: 4 workers whose cores change through the heterogeneity levels
 1-2-4-8-8-4-2-1, 200 steps each, at a constant sum of cores; a fifth of an even step is fixed cost;

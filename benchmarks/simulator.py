@@ -1,8 +1,8 @@
 """How fast the simulator is: worker-steps per second, memory, and how the cost grows.
 
-Run: `python benchmarks/simulator.py [--quick] [--json]`. Everything runs on one core: BLAS is told
-to use one thread, and nothing else is started beside a measurement. Each measurement is a process
-of its own, so that its peak memory is its own.
+Run: `python benchmarks/simulator.py [--quick | --smoke] [--json]`. Everything runs on one core:
+BLAS is told to use one thread, and nothing else is started beside a measurement. Each measurement
+is a process of its own, so that its peak memory is its own.
 
 **Rate.** BSP with auto on 1,000 workers of three kinds, two buckets, noise of 5 %: simulated
 worker-steps per second of processor time and of wall time, the median of several runs. The bar is

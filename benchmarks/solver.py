@@ -1,7 +1,7 @@
 """What the best split costs to find, and what it is worth.
 
-Run: `python benchmarks/solver.py [--quick] [--json]`. `--quick` takes less than a minute and
-measures less; the bars are the same.
+Run: `python benchmarks/solver.py [--quick | --smoke] [--json]`. `--quick` takes less than a minute
+and measures less; the bars are the same.
 
 **Clusters.** Random, of 10 to 10,000 workers whose speeds lie up to a factor of 10 apart, with
 fixed times worth 0 to 20 samples and a reduction in 2 or 16 buckets that takes as long as backward

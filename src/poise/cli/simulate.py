@@ -127,9 +127,8 @@ class Findings:
             if each.refused:
                 yield f"{each.policy} cannot follow: {each.refused}"
         goal = self.scenario.learning and self.scenario.learning.target_samples
-        missed = [each.policy for each in self.outcomes if goal and each.target_s is None]
-        missed = [name for name in missed if name not in self._refused]
-        if missed:
+        ran = [each for each in self.outcomes if not each.refused]
+        if missed := [each.policy for each in ran if goal and each.target_s is None]:
             yield (
                 f"the goal is not reached within {self.scenario.steps:,} steps by "
                 f"{', '.join(missed)}; raise steps"
@@ -169,10 +168,6 @@ class Findings:
             return Ceiling(unknown="an even split does not fit")
         _, best_s = moment.cluster.best(scenario.global_batch, limits)
         return Ceiling(moment.cluster.step_s(even) / best_s)
-
-    @property
-    def _refused(self) -> set[str]:
-        return {each.policy for each in self.outcomes if each.refused}
 
     def _gain(self) -> Iterator[str]:
         """Yield how much faster the fastest is than even."""
@@ -275,16 +270,10 @@ def _pictures(findings: Findings, out: str | None) -> list[str]:
     from poise.cli.simulate_page import write_page
     from poise.cli.simulate_plots import draw_all
 
-    directory = Path(out)
-    drawn = draw_all(findings.scenario, findings.outcomes, directory)
-    page = directory / "index.html"
-    write_page(
-        page,
-        findings.scenario,
-        findings.outcomes,
-        findings.rows(),
-        list(findings.sentences()),
-    )
+    scenario, outcomes = findings.scenario, findings.outcomes
+    drawn = draw_all(scenario, outcomes, Path(out))
+    page = Path(out) / "index.html"
+    write_page(page, scenario, outcomes, findings.rows(), list(findings.sentences()))
     return [str(page), *(str(path) for path in drawn)]
 
 
@@ -313,25 +302,20 @@ def _columns(scenario: Scenario) -> list[str]:
     return [*columns, "cost"] if scenario.prices else columns
 
 
-def _cells(outcome: Outcome, columns: Sequence[str]) -> Iterator[str]:
-    """Yield a policy's row."""
-    for column in columns:
-        if outcome.refused:
-            yield "-"
-        elif column == "step":
-            yield duration(outcome.step_s)
-        elif column == "waiting":
-            yield _percent(outcome.waiting)
-        elif column == "regret":
-            yield _percent(outcome.regret)
-        elif column == "changes":
-            yield f"{outcome.changes:,}"
-        elif column == "to goal":
-            yield "-" if outcome.target_s is None else duration(outcome.target_s)
-        elif column == "worker h":
-            yield three_digits(outcome.worker_hours)
-        else:
-            yield f"{outcome.money or 0.0:,.2f}"
+def _cells(outcome: Outcome, columns: Sequence[str]) -> list[str]:
+    """Return a policy's row."""
+    if outcome.refused:
+        return ["-"] * len(columns)
+    cells = {
+        "step": duration(outcome.step_s),
+        "waiting": _percent(outcome.waiting),
+        "regret": _percent(outcome.regret),
+        "changes": f"{outcome.changes:,}",
+        "to goal": "-" if outcome.target_s is None else duration(outcome.target_s),
+        "worker h": three_digits(outcome.worker_hours),
+        "cost": f"{outcome.money or 0.0:,.2f}",
+    }
+    return [cells[column] for column in columns]
 
 
 def _seconds(outcome: Outcome, *others: Outcome) -> float:
