@@ -47,10 +47,7 @@ def data_file(task: str, say: Say) -> Path:
     path = cache() / f"{task}.npz"
     if not path.exists():
         say(f"{task}: reading the data (once)")
-        arrays = {"images": _fashion, "text": _windows}[task](say)
-        unfinished = path.with_suffix(f".{os.getpid()}.npz")
-        np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # none is an option
-        unfinished.replace(path)
+        _write(path, {"images": _fashion, "text": _windows}[task](say))
     return path
 
 
@@ -66,7 +63,7 @@ def random_file(task: str) -> Path:
             inputs = draw.integers(CHARACTERS, size=(count, CONTEXT))
             targets = draw.integers(CHARACTERS, size=(count, CONTEXT))
         arrays |= {f"{name}_inputs": inputs, f"{name}_targets": targets}
-    np.savez(path, **arrays)  # type: ignore[arg-type]  # none is an option
+    _write(path, arrays)
     return path
 
 
@@ -83,6 +80,13 @@ def adaptdl_python(say: Say) -> Path:
         _run([str(python), *install, "--requirement", str(_REQUIREMENTS)], "AdaptDL")
         ready.write_text(wanted)
     return python
+
+
+def _write(path: Path, arrays: Arrays) -> None:
+    """Write a file that is complete whenever it is there."""
+    unfinished = path.with_suffix(f".{os.getpid()}.npz")
+    np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # none is an option
+    unfinished.replace(path)
 
 
 def _fashion(say: Say) -> Arrays:

@@ -166,7 +166,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        pytest.fail(f"{process.args} took longer than {LIMIT_S:.0f} s:\n{output}")
+        pytest.fail(f"{process.args!r} took longer than {LIMIT_S:.0f} s:\n{output}")
     return process.returncode, output
 
 
