@@ -37,6 +37,7 @@ ENDS_WITH = {
 
 PLAIN_DDP = """
 import argparse
+import time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -51,6 +52,8 @@ for _ in range(steps):
     model(torch.randn(32, 64)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+dist.barrier()
+time.sleep(0.3)  # torch aborts at times if a group goes while a thread ends its last work
 dist.destroy_process_group()
 """
 AROUND_THE_QUICKSTART = """
