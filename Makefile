@@ -26,10 +26,11 @@ format: $(READY)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-# make bench NAME=overhead ARGS="--quick --json"
+# make bench NAME=overhead ARGS="--quick --json"; what is run by itself says so in its first lines.
+BENCHMARKS = $(patsubst benchmarks/%.py,%,$(sort $(shell grep -l '^Run: ' benchmarks/*.py benchmarks/papers/*.py)))
 bench: $(READY)
-	@test -n "$(NAME)" || { echo 'make bench needs NAME=..., one of: $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py benchmarks/papers/*.py))' >&2; exit 2; }
-	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/$(NAME).py $(ARGS)
+	@test -n "$(filter $(NAME),$(BENCHMARKS))" || { echo 'make bench needs NAME=..., one of: $(BENCHMARKS)' >&2; exit 2; }
+	@PYTHONPATH=benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

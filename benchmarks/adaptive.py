@@ -1,8 +1,8 @@
 """How long training takes when the global batch follows the gradient noise, and against what.
 
-Run: `python benchmarks/adaptive.py [--quick] [--json] [--plot FILE] [--only NAME ...]`. `--quick`
-takes less than three minutes once data and AdaptDL are set up: one task, one seed, fewer samples
-and fixed batches; the bars are the same. All takes about 45 minutes.
+Run: `python benchmarks/adaptive.py [--quick | --smoke] [--json] [--plot FILE] [--only NAME ...]`.
+`--quick` takes less than three minutes once data and AdaptDL are set up: one task, one seed, fewer
+samples and fixed batches; the bars are the same. All takes about 45 minutes.
 
 **Tasks.** images: Fashion-MNIST, a small convolutional network, SGD with momentum. text: the King
 James text, a character transformer, AdamW; accuracy is that of the next character. The learning
@@ -35,7 +35,6 @@ of one batch, which measures and never moves, over that with a fixed batch, minu
 blocks of eight steps that take turns, on two equal workers with a core each.
 """
 
-import argparse
 import math
 import statistics
 import sys
@@ -47,11 +46,12 @@ from typing import Any
 
 import numpy as np
 from adaptive_runs import PEER, SPEEDS, Amount, Runs, Trained, run
-from adaptive_setup import Say, SetUpFailed, data_file
+from adaptive_setup import Say, SetUpFailed
 from adaptive_tasks import TASKS, Task
 from adaptive_turns import Settings
 from adaptive_worker import measuring_cost
-from figures import Figure, Interval, as_json, paired_ratio, show
+from figures import Figure, Interval, as_json, judged, paired_ratio, show
+from options import Effort, options
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
@@ -83,6 +83,11 @@ class Found:
     def names(self) -> list[str]:
         """The trainings."""
         return list(next(iter(self.runs.values())))
+
+    @property
+    def peers(self) -> list[str]:
+        """Those that adaptive is compared with."""
+        return [name for name in PAPERS if name in self.names]
 
     def each(self, name: str) -> list[Trained]:
         """Return a training with every seed."""
@@ -133,7 +138,7 @@ def figures(found: Found) -> list[Figure]:
     name = found.task.name
     return [
         _best_figure(found),
-        *(_faster_figure(found, other) for other in PAPERS),
+        *(_faster_figure(found, other) for other in found.peers),
         _accuracy_figure(found),
         Figure(
             f"{name}: noise measurement, part of a step",
@@ -175,7 +180,7 @@ def notes(found: Found) -> dict[str, str]:
     measured, again = measuring(found.cost), paired_ratio(found.cost["again"], found.cost["plain"])
     return {
         f"{name}: best fixed batch": "none reaches the target" if best is None else best,
-        **{f"{name}: {reduction(found, other)}": explained(found, other) for other in PAPERS},
+        **{f"{name}: {reduction(found, other)}": explained(found, other) for other in found.peers},
         f"{name}: step with / without measuring the noise": f"{measured}, A/A {again}",
     }
 
@@ -251,7 +256,7 @@ def _range(batches: Sequence[int]) -> str:
     return f"{middle}" if low == high else f"{low}-{middle}-{high}"
 
 
-def cost_of_measuring(task: Task, data: Path, *, quick: bool) -> dict[str, list[float]]:
+def cost_of_measuring(task: Task, data: Path, effort: Effort) -> dict[str, list[float]]:
     """Return CPU seconds of steps with and without measuring the noise."""
     settings = Settings(
         task=task.name,
@@ -263,7 +268,7 @@ def cost_of_measuring(task: Task, data: Path, *, quick: bool) -> dict[str, list[
         folder="",
         port=0,
     )
-    rounds = 12 if quick else 80
+    rounds = {"full": 80, "quick": 12, "smoke": 2}[effort]
     results = run_workers(
         measuring_cost, settings, rounds, workers=_COST_WORKERS, limit_s=_COST_LIMIT_S
     )
@@ -271,10 +276,10 @@ def cost_of_measuring(task: Task, data: Path, *, quick: bool) -> dict[str, list[
     return found
 
 
-def measured(task: Task, seeds: Sequence[int], say: Say, *, quick: bool) -> Found:
+def measured(task: Task, seeds: Sequence[int], say: Say, effort: Effort) -> Found:
     """Run all of one task."""
-    amount = Amount.of(task, quick=quick)
-    cost = cost_of_measuring(task, data_file(task.name, say), quick=quick)
+    amount = Amount.of(task, effort)
+    cost = cost_of_measuring(task, amount.data(task, say), effort)
     runs = {}
     for seed in seeds:
         say(f"{task.name}, seed {seed}")
@@ -293,9 +298,7 @@ def as_series(found: Found) -> dict[str, Any]:
 
 def main() -> int:
     """Run the benchmark; return 0 whatever it finds: bars are for readers."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="less than three minutes")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser = options(__doc__.splitlines()[0] if __doc__ else "", quick="less than three minutes")
     parser.add_argument("--only", nargs="+", choices=list(TASKS), help="tasks to run")
     parser.add_argument("--seeds", nargs="+", type=int, help=f"instead of {SEEDS}")
     parser.add_argument("--plot", metavar="FILE", help="draw the trainings into a .png or .svg")
@@ -306,13 +309,15 @@ def main() -> int:
     def say(text: str) -> None:
         errors.print(f"{time.monotonic() - begun_s:4.0f} s  {text}", markup=False)
 
-    names = arguments.only or (["images"] if arguments.quick else list(TASKS))
-    seeds = arguments.seeds or (SEEDS[:1] if arguments.quick else SEEDS)
+    whole = arguments.effort == "full"
+    names = arguments.only or (list(TASKS) if whole else ["images"])
+    seeds = arguments.seeds or (SEEDS if whole else SEEDS[:1])
     try:
-        all_found = [measured(TASKS[name], seeds, say, quick=arguments.quick) for name in names]
+        all_found = [measured(TASKS[name], seeds, say, arguments.effort) for name in names]
     except SetUpFailed as error:
         sys.exit(str(error))
     all_figures = [figure for found in all_found for figure in figures(found)]
+    all_figures = judged(all_figures, arguments.effort)
     all_notes = {label: text for found in all_found for label, text in notes(found).items()}
     series = {found.task.name: as_series(found) for found in all_found}
     if arguments.plot:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from adaptive_setup import Say, adaptdl_python, data_file
+from adaptive_setup import Say, adaptdl_python, data_file, random_file
 from adaptive_tasks import Task, accuracy, read_test
 from adaptive_turns import Block, Settings, turn_key
+from options import Effort
 
 from poise.cli.worker_messages import Message, receive
 from poise.lab import Lab
@@ -49,13 +50,22 @@ class Amount:
     """For accuracy over time."""
     last_test_samples: int
     """For the accuracy at the end."""
+    alone: bool = False
+    """Whether nothing is fetched: the samples are random numbers, and AdaptDL is left out."""
 
     @staticmethod
-    def of(task: Task, *, quick: bool) -> "Amount":
+    def of(task: Task, effort: Effort) -> "Amount":
         """Return how much of a task to do."""
-        if quick:
+        if effort == "smoke":
+            fixed = task.fixed_batches[:1]
+            return Amount(20 * task.global_batch, 0.001, fixed, 4, 100, 100, alone=True)
+        if effort == "quick":
             return Amount(task.quick_samples, task.quick_target, task.quick_batches, 10, 1000, 2000)
         return Amount(task.samples, task.target, task.fixed_batches, 20, 4000, 10_000)
+
+    def data(self, task: Task, say: Say) -> Path:
+        """Return the file with the samples."""
+        return random_file(task.name) if self.alone else data_file(task.name, say)
 
 
 @dataclass
@@ -130,7 +140,7 @@ Runs = dict[str, Trained]
 def run(task: Task, amount: Amount, seed: int, say: Say) -> Runs:
     """Train in all ways that are compared, with one seed; return the trainings with accuracies."""
     poise = ["ddp", *(f"fixed {batch}" for batch in amount.fixed_batches), "adaptive"]
-    data = data_file(task.name, say)
+    data = amount.data(task, say)
     with TemporaryDirectory() as folder:
         settings = Settings(
             task=task.name,
@@ -142,7 +152,7 @@ def run(task: Task, amount: Amount, seed: int, say: Say) -> Runs:
             folder=folder,
             port=0,
         )
-        runs = _train(settings, adaptdl_python(say), say)
+        runs = _train(settings, None if amount.alone else adaptdl_python(say), say)
         say("testing")
         _test(task, amount, data, runs)
     return runs
@@ -180,23 +190,31 @@ class Members:
         self._turns += 1
 
 
-def _train(settings: Settings, python: Path, say: Say) -> Runs:
-    """Start both labs, and let all trainings take turns until all are over."""
-    peer_script = [str(_HERE / "adaptive_adaptdl.py"), "--python", str(python)]
+def _train(settings: Settings, peer_python: Path | None, say: Say) -> Runs:
+    """Start the labs, and let all trainings take turns until all are over.
+
+    Without a Python for AdaptDL there is one lab, and AdaptDL does not take part.
+    """
+    commands: list[tuple[list[str], Settings]] = [([str(_HERE / "adaptive_worker.py")], settings)]
+    if peer_python is None:
+        say("AdaptDL, which has an environment of its own, does not take part")
+    else:
+        peer = [str(_HERE / "adaptive_adaptdl.py"), "--python", str(peer_python)]
+        commands.append((peer, replace(settings, trainings=[PEER])))
     with ExitStack() as stack:
-        labs = [stack.enter_context(Lab(_STARTING, from_start=True)) for _ in range(2)]
-        peer = Members(labs[0], peer_script, replace(settings, trainings=[PEER]))
-        ours = Members(labs[1], [str(_HERE / "adaptive_worker.py")], settings)
-        for members in (peer, ours):
+        labs = [stack.enter_context(Lab(_STARTING, from_start=True)) for _ in commands]
+        everyone = [Members(lab, *each) for lab, each in zip(labs, commands, strict=True)]
+        for members in everyone:
             members.await_ready()
         for lab in labs:
             lab.set_speeds(SPEEDS)
         say("all workers are ready")
-        where = dict.fromkeys(settings.trainings, ours) | {PEER: peer}
+        placed = zip(everyone, commands, strict=True)
+        where = {name: members for members, (_, own) in placed for name in own.trainings}
         runs = _take_turns(where, settings.seed, say)
         for lab in labs:
             lab.set_speeds(_STARTING)
-        for members in (peer, ours):
+        for members in everyone:
             members.end()
     return runs
 

@@ -27,6 +27,7 @@ _SYSTEM = Path("/")
 _TEST_PART = 0.1
 """Of the text, at its end."""
 _TEST_WINDOWS = 1000
+_RANDOM_SAMPLES = 2000
 
 
 class SetUpFailed(RuntimeError):
@@ -46,10 +47,23 @@ def data_file(task: str, say: Say) -> Path:
     path = cache() / f"{task}.npz"
     if not path.exists():
         say(f"{task}: reading the data (once)")
-        arrays = {"images": _fashion, "text": _windows}[task](say)
-        unfinished = path.with_suffix(f".{os.getpid()}.npz")
-        np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # none is an option
-        unfinished.replace(path)
+        _write(path, {"images": _fashion, "text": _windows}[task](say))
+    return path
+
+
+def random_file(task: str) -> Path:
+    """Return a file with samples of a task's form that mean nothing, and need no download."""
+    path, draw = cache() / f"random-{task}.npz", np.random.default_rng(0)
+    arrays: Arrays = {}
+    for name, count in (("train", _RANDOM_SAMPLES), ("test", _TEST_WINDOWS)):
+        if task == "images":
+            inputs: NDArray[Any] = draw.random((count, 1, 28, 28), dtype=np.float32)
+            targets = draw.integers(10, size=count)
+        else:
+            inputs = draw.integers(CHARACTERS, size=(count, CONTEXT))
+            targets = draw.integers(CHARACTERS, size=(count, CONTEXT))
+        arrays |= {f"{name}_inputs": inputs, f"{name}_targets": targets}
+    _write(path, arrays)
     return path
 
 
@@ -66,6 +80,13 @@ def adaptdl_python(say: Say) -> Path:
         _run([str(python), *install, "--requirement", str(_REQUIREMENTS)], "AdaptDL")
         ready.write_text(wanted)
     return python
+
+
+def _write(path: Path, arrays: Arrays) -> None:
+    """Write a file that is complete whenever it is there."""
+    unfinished = path.with_suffix(f".{os.getpid()}.npz")
+    np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # none is an option
+    unfinished.replace(path)
 
 
 def _fashion(say: Say) -> Arrays:

@@ -1,9 +1,9 @@
 """What balancing brings to asynchronous training, and how many updates its server makes.
 
-Run: `python benchmarks/async.py [--quick] [--json] [--choose] [--only PART] [--pair] [--seeds
-N ...]`. `--quick` takes at most three minutes: levels 1 and 8, one seed, fewer samples, a small
-server part; the bars are the same. `--pair` leaves all trainings out but uniform and balanced, for
-more seeds in the same time. All takes about 35 minutes.
+Run: `python benchmarks/async.py [--quick | --smoke] [--json] [--choose] [--only PART] [--pair]
+[--seeds N ...]`. `--quick` takes at most three minutes: levels 1 and 8, one seed, fewer samples, a
+small server part; the bars are the same. `--pair` leaves all trainings out but uniform and
+balanced, for more seeds in the same time. All takes about 35 minutes.
 
 **Task.** Fashion-MNIST, a small convolutional network (0.1 million parameters), SGD. The learning
 rate falls to zero along a cosine over all samples: with a constant one the accuracy of the same

@@ -27,7 +27,7 @@ _POINTS = 100.0
 class Moot(Figure):
     """A figure that there is nothing to measure of, so that another one decides."""
 
-    decided: bool
+    decided: bool = False
 
     @property
     def ok(self) -> bool:
@@ -91,7 +91,7 @@ def figures(found: Found) -> list[Figure]:
         name = f"HL{last}: recovered part (nothing to recover: staleness decides)"
         return [
             *result,
-            Moot(name, float("nan"), "at least", RECOVERED_BAR, staleness.ok),
+            Moot(name, float("nan"), "at least", RECOVERED_BAR, staleness.ok is True),
             staleness,
         ]
     part = statistics.median(found.gained(last)) / cost.median

@@ -20,7 +20,8 @@ from asynchronous_tasks import (
     UNIFORM,
     speeds,
 )
-from figures import Figure, as_json, show
+from figures import Figure, as_json, judged, show
+from options import Effort, options
 from rich.console import Console
 from workers import end_on_sigterm
 
@@ -42,6 +43,17 @@ QUICK = Amount(
     test_samples=1000,
     last_test_samples=2500,
 )
+SMOKE = Amount(
+    levels=(8,),
+    seeds=(1,),
+    samples=1024,
+    target=0.05,
+    snapshots=4,
+    test_samples=100,
+    last_test_samples=100,
+    random=True,
+)
+AMOUNTS = {"full": FULL, "quick": QUICK, "smoke": SMOKE}
 CHOOSING = replace(FULL, levels=(1,), seeds=(100, 101, 102))
 PARTS = ("trainings", "server")
 _WIDTH = 110
@@ -70,19 +82,17 @@ def main(description: str) -> int:
     except SetUpFailed as error:
         raise SystemExit(str(error)) from None
     if "server" in arguments.only:
-        loads = _loads(say, quick=arguments.quick)
+        loads = _loads(say, arguments.effort)
     if arguments.plot:
         from asynchronous_plot import plot
 
         plot(_series(found), _rows(loads), Path(arguments.plot))
-    _tell(found, loads, as_object=arguments.json)
+    _tell(found, loads, arguments.effort, as_object=arguments.json)
     return 0
 
 
 def _arguments(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="at most three minutes")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser = options(description, quick="at most three minutes")
     parser.add_argument("--choose", action="store_true", help="find learning rate and momentum")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     parser.add_argument("--levels", nargs="+", type=int, help=f"instead of {FULL.levels}")
@@ -96,7 +106,9 @@ def _arguments(description: str) -> argparse.Namespace:
 
 
 def _amount(arguments: argparse.Namespace) -> Amount:
-    amount = QUICK if arguments.quick else CHOOSING if arguments.choose else FULL
+    amount = AMOUNTS[arguments.effort]
+    if arguments.choose and amount is FULL:
+        amount = CHOOSING
     return replace(
         amount,
         levels=tuple(arguments.levels or amount.levels),
@@ -120,14 +132,18 @@ def _choose(amount: Amount, say: Say) -> None:
     print(f"chosen: learning rate {rate:g}, momentum {momentum:g}")
 
 
-def _loads(say: Say, *, quick: bool) -> list[Loaded]:
-    if quick:
-        return measured((1, 4), (1.0,), 2, say)
-    return measured((1, 2, 4, 8, 16), (0.1, 1.0, 10.0), 5, say)
+def _loads(say: Say, effort: Effort) -> list[Loaded]:
+    match effort:
+        case "smoke":
+            return measured((1, 2), (0.1,), 1, say)
+        case "quick":
+            return measured((1, 4), (1.0,), 2, say)
+        case "full":
+            return measured((1, 2, 4, 8, 16), (0.1, 1.0, 10.0), 5, say)
 
 
-def _tell(found: Found | None, loads: list[Loaded], *, as_object: bool) -> None:
-    all_figures: list[Figure] = [] if found is None else figures(found)
+def _tell(found: Found | None, loads: list[Loaded], effort: Effort, *, as_object: bool) -> None:
+    all_figures: list[Figure] = [] if found is None else judged(figures(found), effort)
     all_notes = ({} if found is None else notes(found)) | load_notes(loads)
     if as_object:
         context = {"notes": all_notes, "trainings": _series(found), "server": _rows(loads)}

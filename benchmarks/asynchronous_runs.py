@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from adaptive_setup import Say, data_file
+from adaptive_setup import Say, data_file, random_file
 from adaptive_tasks import accuracy, read_test
 from asynchronous_tasks import KINDS, TASK, WORKERS, Turn, speeds
 from asynchronous_worker import go_key, turn_key
@@ -49,6 +49,8 @@ class Amount:
     """For the accuracy at the end."""
     kinds: tuple[str, ...] = tuple(KINDS)
     """The trainings that are compared."""
+    random: bool = False
+    """Whether the samples are random numbers, of which nothing can be learned."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,9 @@ class Field:
 
 
 @contextmanager
-def started(say: Say) -> Iterator[tuple[Field, Path]]:
+def started(amount: Amount, say: Say) -> Iterator[tuple[Field, Path]]:
     """Start all processes; gives them, and the file with the samples."""
-    data = data_file(TASK.name, say)
+    data = random_file(TASK.name) if amount.random else data_file(TASK.name, say)
     with TemporaryDirectory() as folder, Lab(_STARTING, from_start=True) as lab:
         field = Field(lab, data, Path(folder))
         say("server and workers are ready")
@@ -178,7 +180,7 @@ def started(say: Say) -> Iterator[tuple[Field, Path]]:
 def run(amount: Amount, say: Say) -> Runs:
     """Train in all ways that are compared; return the trainings with accuracies."""
     runs: Runs = {(level, seed): {} for level in amount.levels for seed in amount.seeds}
-    with started(say) as (field, data):
+    with started(amount, say) as (field, data):
         for (level, seed), found in runs.items():
             every = random.Random(seed * _MIX + level).sample(list(KINDS), len(KINDS))
             for kind in (kind for kind in every if kind in amount.kinds):
@@ -196,7 +198,7 @@ def sweep(
     Returns each with its accuracy for every seed.
     """
     results = []
-    with started(say) as (field, data):
+    with started(amount, say) as (field, data):
         for rate, momentum in choices:
             finals = []
             for seed in amount.seeds:

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from poise.cli.worker_messages import send
 from poise.errors import PoiseWarning
-from poise.torch import Balancer
+from poise.torch import Balancer, BySamples
 from poise.torch.asynchronous.role import Serving, serving_as
-from poise.torch.asynchronous.server import Server
+from poise.torch.asynchronous.service import Service
 
 _PATIENCE = timedelta(hours=1)
 """Others may take long."""
@@ -63,22 +63,34 @@ class Kept:
 
 
 class _Keeping:
-    """Keeps weights on a server: a schedule, which the server calls before each update."""
+    """Keeps weights on a server: takes the place of a scheduler, which advances by samples."""
 
-    def __init__(self, server: Server, kept: Kept) -> None:
-        self._server, self._kept = server, kept
+    def __init__(self, balancer: Balancer, kept: Kept) -> None:
+        self._balancer, self._kept = balancer, kept
 
-    def follow(self) -> None:
-        """Keep the weights if that is due."""
-        if self._kept.due(self._server.samples):
-            self._kept.keep(self._server.samples, _service(self._server))
+    def step(self) -> None:
+        """Keep the weights, once where several are due."""
+        if self._kept.due(self._balancer.samples):
+            self._kept.keep(self._balancer.samples, {})
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is saved."""
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is."""
+class _Services:
+    """Tells points what the server shows: about every second, and when all is pushed."""
+
+    def __init__(self) -> None:
+        self._kept: Kept | None = None
+        self._told = 0
+
+    def follow(self, kept: Kept) -> None:
+        """From now on, tell these points."""
+        self._kept = kept
+
+    def __call__(self, service: Service) -> None:
+        """Tell the points that were kept since the last time."""
+        if self._kept is not None:
+            for point in self._kept.points[self._told :]:
+                point.update(_known(service))
+            self._told = len(self._kept.points)
 
 
 def main(port: int, data: "Dataset[Any]", folder: Path) -> None:
@@ -136,13 +148,13 @@ def _serve(turn: Turn, data: "Dataset[Any]", store: dist.Store, folder: Path) ->
     def announce(address: str) -> None:
         store.set(_address_key(turn.number), address)
 
-    with serving_as(Serving(workers=WORKERS, announce=announce)):
+    services = _Services()
+    with serving_as(Serving(workers=WORKERS, announce=announce, show=services)):
         balancer, model, optimizer, loader = _prepared(turn, data)
-    server = balancer._training
-    assert isinstance(server, Server)
     kept = Kept(turn, model)
-    turn.schedule(optimizer, balancer)  # which the server follows by itself
-    server.follow(_Keeping(server, kept))
+    services.follow(kept)
+    turn.schedule(optimizer, balancer)  # which the server follows by itself, as the next one
+    BySamples(_Keeping(balancer, kept), balancer, turn.samples // turn.snapshots)
     for _ in balancer.epochs(1):
         for _ in loader:
             pass
@@ -150,9 +162,8 @@ def _serve(turn: Turn, data: "Dataset[Any]", store: dist.Store, folder: Path) ->
     kept.tell(float(store.get(go_key(turn.number))), folder)
 
 
-def _service(server: Server) -> dict[str, Any]:
-    """Return what the server knows of its workers now."""
-    service = server.service()
+def _known(service: Service) -> dict[str, Any]:
+    """Return what the server knows of its workers."""
     tallies = dict(service.gone) | {each.worker: each.tally for each in service.workers}
     return {
         "updates": service.updates,

@@ -1,8 +1,8 @@
 """How fast workers of unequal speed train under each policy, and how near to the best that is.
 
-Run: `python benchmarks/balance.py [--quick] [--json] [--plot FILE] [--only NAME ...]`. `--quick`
-takes less than three minutes and measures fewer clusters and policies, fewer times; the bars are
-the same.
+Run: `python benchmarks/balance.py [--quick | --smoke] [--json] [--plot FILE] [--only NAME ...]`.
+`--quick` takes less than three minutes and measures fewer clusters and policies, fewer times; the
+bars are the same.
 
 **Clusters.** HL1, HL2, HL4 and HL8: four workers under CPU quotas in OmniLearn's core ratios
 (12/12/12/12, 12/12/8/16, 9/9/6/24, 6/6/4/32), scaled to 1.35 cores in all, training a small
@@ -30,7 +30,6 @@ the means of fixed splits change from 12 steps to the next 12. Reduction: what a
 saves against even, in parts of what the oracle saves.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -43,7 +42,8 @@ from subprocess import PIPE
 from typing import Any
 
 from balance_worker import BLOCK, SLOW_AT, Settings
-from figures import Figure, as_json, bootstrap, show
+from figures import Figure, as_json, bootstrap, judged, show
+from options import Effort, options
 from rich.console import Console
 from rich.table import Table
 from workers import end_on_sigterm
@@ -122,8 +122,11 @@ def hl(level: int) -> list[float]:
     return [TOTAL_CORES * each / sum(cores) for each in cores]
 
 
-def clusters(*, quick: bool) -> list[Cluster]:
+def clusters(effort: Effort) -> list[Cluster]:
     """Return what to run."""
+    if effort == "smoke":
+        return _smoke()
+    quick = effort == "quick"
     throttled = Settings(
         speeds=[],
         global_batch=240,
@@ -149,6 +152,25 @@ def clusters(*, quick: bool) -> list[Cluster]:
         paced = replace(paced, **_slower(_MIX, worker=5))
     found.append(Cluster("paced-16", "paced", paced, {"pace": "3ms+30ms"}))
     return found if quick else [*found, _walk(throttled), _link(throttled)]
+
+
+def _smoke() -> list[Cluster]:
+    """Return two workers of each kind, for as few steps as figures can be taken of."""
+    settings = Settings(
+        speeds=[0.6, 0.3],
+        global_batch=16,
+        model="points",
+        rounds=1,
+        policies=["even", "auto"],
+        oracles=["lines"],
+        steps=4 * BLOCK,
+        even_steps=BLOCK,
+        calibrations=1,
+    )
+    return [
+        Cluster("throttled-2", "throttled", settings),
+        Cluster("paced-2", "paced", settings, {"pace": "1ms+5ms"}),
+    ]
 
 
 def _slower(speeds: Sequence[float], worker: int) -> dict[str, Any]:
@@ -340,9 +362,7 @@ def table_of(cluster: Cluster, results: Results) -> Table:
 
 def main() -> int:
     """Run the benchmark; return 0 whatever it finds: bars are for readers."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="less than three minutes")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser = options(__doc__.splitlines()[0] if __doc__ else "", quick="less than three minutes")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="clusters to run")
     parser.add_argument("--plot", metavar="FILE", help="draw step times into a .png or .svg")
     arguments = parser.parse_args()
@@ -351,13 +371,14 @@ def main() -> int:
     found: dict[str, tuple[Cluster, Results]] = {}
     all_figures: list[Figure] = []
     all_notes: dict[str, str] = {}
-    for cluster in clusters(quick=arguments.quick):
+    for cluster in clusters(arguments.effort):
         if arguments.only and cluster.name not in arguments.only:
             continue
         results = run(cluster, lambda text: errors.print(text, markup=False))
         found[cluster.name] = (cluster, results)
         all_figures += figures(cluster, results)
         all_notes |= notes(cluster, results)
+    all_figures = judged(all_figures, arguments.effort)
     if arguments.plot:
         from balance_plot import plot
 

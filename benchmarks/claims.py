@@ -1,7 +1,7 @@
 """What is claimed of policies, on truths that the core cannot represent and on real records.
 
-Run: `python benchmarks/claims.py [--quick] [--json]`. `--quick` takes less than three minutes: 2
-seeds instead of 8, and labs of 90 steps instead of 240. The bars are the same.
+Run: `python benchmarks/claims.py [--quick | --smoke] [--json]`. `--quick` takes less than three
+minutes: 2 seeds instead of 8, and labs of 90 steps instead of 240. The bars are the same.
 
 A simulator whose truth has the form that a policy assumes proves that the policy solves what it
 assumes. So the same cluster, three kinds of workers with a global batch of 480, is simulated
@@ -26,18 +26,18 @@ gain of auto over even in both. The bars: each simulated time is off by at most 
 the calibration itself states, and by at most a fifth.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from figures import Figure, as_json, show
+from figures import Figure, as_json, judged, show
+from options import options
 from rich.console import Console
 from rich.table import Table
 
@@ -69,6 +69,25 @@ LABS = {
     "paced": ("--speeds", "1,0.5,0.25", "--pace", "2ms+20ms"),
 }
 
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is simulated and trained."""
+
+    seeds: int
+    steps: int
+    """Of a simulation."""
+    lab_steps: int
+    labs: tuple[str, ...] = tuple(LABS)
+    trained: tuple[str, ...] = ("even", "auto")
+    """Policies in the labs; auto's record is the one that is calibrated."""
+
+
+AMOUNTS = {
+    "full": Amount(seeds=8, steps=600, lab_steps=240),
+    "quick": Amount(seeds=2, steps=300, lab_steps=90),
+    "smoke": Amount(seeds=1, steps=20, lab_steps=26, labs=("paced",), trained=("auto",)),
+}
 TRAIN = """
 import sys
 import torch
@@ -97,19 +116,17 @@ with Balancer(96, policy=policy, record=path) as balancer:
 
 def main() -> None:
     """Simulate, run the labs, and print the figures."""
-    parser = argparse.ArgumentParser(description="Claims on hard truths and on real records.")
-    parser.add_argument("--quick", action="store_true", help="2 seeds, shorter labs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options("Claims on hard truths and on real records.", quick="2 seeds, shorter labs")
     arguments = parser.parse_args()
-    seeds, steps = (2, 300) if arguments.quick else (8, 600)
+    amount = AMOUNTS[arguments.effort]
+    seeds = amount.seeds
     if not arguments.json:
         print("simulating and training, for some minutes at most", file=sys.stderr)
-    truths = {name: judged(tables, seeds, steps) for name, tables in hard_truths().items()}
-    steps = 90 if arguments.quick else 240
+    truths = {name: regrets(tables, seeds, amount.steps) for name, tables in hard_truths().items()}
     lab = {
         f"{name}, {policy}": each
-        for name, options in LABS.items()
-        for policy, each in in_the_lab(options, steps).items()
+        for name in amount.labs
+        for policy, each in in_the_lab(LABS[name], amount).items()
     }
     figures = [
         Figure(
@@ -129,6 +146,7 @@ def main() -> None:
         Figure(f"lab, {policy}: off", each["off"], "at most", OFF_BAR)
         for policy, each in lab.items()
     ]
+    figures = judged(figures, arguments.effort)
     if arguments.json:
         print(as_json("claims", figures, {"seeds": seeds, "truths": truths, "lab": lab}))
         return
@@ -164,15 +182,15 @@ def hard_truths() -> dict[str, dict[str, Any]]:
     }
 
 
-def judged(tables: dict[str, Any], seeds: int, steps: int) -> dict[str, tuple[float, float]]:
+def regrets(tables: dict[str, Any], seeds: int, steps: int) -> dict[str, tuple[float, float]]:
     """Return for each policy its median regret over all steps, and over the last half."""
     base = declared_scenario(
         Toml("claims", {"global_batch": 480, "steps": steps, "policies": [*POLICIES], **tables})
     )
     found = {}
     for policy in POLICIES:
-        regrets = [regret_of(base, policy, seed) for seed in range(seeds)]
-        whole, late = np.median(regrets, axis=0).tolist()
+        of_seeds = [regret_of(base, policy, seed) for seed in range(seeds)]
+        whole, late = np.median(of_seeds, axis=0).tolist()
         found[policy] = (whole, late)
     return found
 
@@ -187,12 +205,12 @@ def regret(steps: list[Step]) -> float:
     return sum(step.clean_s for step in steps) / sum(step.best_s for step in steps) - 1
 
 
-def in_the_lab(options: Sequence[str], steps: int) -> dict[str, dict[str, float]]:
+def in_the_lab(lab: Sequence[str], amount: Amount) -> dict[str, dict[str, float]]:
     """Return simulated and measured step times of real workers."""
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         records = {
-            policy: trained(directory, options, policy, steps) for policy in ("even", "auto")
+            policy: trained(directory, lab, policy, amount.lab_steps) for policy in amount.trained
         }
         found = calibrated(read_record(records["auto"]))
         file = directory / "mine.toml"
@@ -200,7 +218,7 @@ def in_the_lab(options: Sequence[str], steps: int) -> dict[str, dict[str, float]
         scenario = read_scenario(file)
         measured = {policy: settled_s(path) for policy, path in records.items()}
     results = {}
-    for policy in ("even", "auto"):
+    for policy in amount.trained:
         steps_made = list(steps_of(scenario, scenario.policy(policy)))
         late = steps_made[len(steps_made) // 2 :]
         simulated_s = float(np.mean([step.lasts_s for step in late]))
@@ -213,11 +231,11 @@ def in_the_lab(options: Sequence[str], steps: int) -> dict[str, dict[str, float]
     return results
 
 
-def trained(directory: Path, options: Sequence[str], policy: str, steps: int) -> Path:
+def trained(directory: Path, lab: Sequence[str], policy: str, steps: int) -> Path:
     """Train on three unequal workers, and return the record."""
     script, path = directory / "train.py", directory / f"{policy}.jsonl"
     script.write_text(TRAIN)
-    command = [sys.executable, "-m", "poise", "lab", *options, "--", str(script)]
+    command = [sys.executable, "-m", "poise", "lab", *lab, "--", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [*command, policy, str(path), str(steps)],
@@ -263,6 +281,8 @@ def show_lab(lab: dict[str, dict[str, float]]) -> None:
         )
     Console(width=100).print(table)
     for name in LABS:
+        if f"{name}, even" not in lab:
+            continue
         even, auto = lab[f"{name}, even"], lab[f"{name}, auto"]
         gains = [even[key] / auto[key] for key in ("measured_s", "simulated_s")]
         print(f"{name}: auto {gains[0]:.2f} times as fast as even, simulated {gains[1]:.2f}")

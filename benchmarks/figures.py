@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from options import Effort
 from rich.console import Console
 from rich.table import Table
 
@@ -14,20 +15,23 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number beside the bar it has to meet."""
+    """One measured number beside the bar it has to meet, if there is one."""
 
     name: str
     figure: float
-    rule: Literal["at most", "below", "at least"]
-    bar: float
+    rule: Literal["at most", "below", "at least"] | None = None
+    bar: float | None = None
 
     @property
-    def ok(self) -> bool:
-        """Whether the bar is met; a figure that is not a number meets none.
+    def ok(self) -> bool | None:
+        """Whether the bar is met; a figure that is not a number meets none. None: no bar.
 
         >>> Figure("ratio", 1.02, "at most", 1.02).ok, Figure("width", 0.04, "below", 0.04).ok
         (True, False)
+        >>> Figure("time", 3.0).ok
         """
+        if self.bar is None:
+            return None
         if self.rule == "at most":
             return self.figure <= self.bar
         if self.rule == "below":
@@ -85,6 +89,17 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return bootstrap([n / d for n, d in zip(numerators, denominators, strict=True)])
 
 
+def judged(figures: Sequence[Figure], effort: Effort) -> list[Figure]:
+    """Return the figures with their bars; of a smoke run, without.
+
+    >>> judged([Figure("ratio", 1.5, "at most", 1.0)], "smoke")
+    [Figure(name='ratio', figure=1.5, rule=None, bar=None)]
+    """
+    if effort == "smoke":
+        return [Figure(each.name, each.figure) for each in figures]
+    return list(figures)
+
+
 def as_json(name: str, figures: Sequence[Figure], context: Mapping[str, Any]) -> str:
     """Return one JSON object: the figures, and whatever explains them."""
     rows = [figure.as_row() for figure in figures]
@@ -99,8 +114,9 @@ def show(title: str, figures: Sequence[Figure], notes: Mapping[str, str]) -> Non
     table.add_column("bar", justify="right")
     table.add_column("ok")
     for each in figures:
-        verdict = "[green]yes[/]" if each.ok else "[red]no[/]"
-        table.add_row(each.name, f"{each.figure:.4f}", f"{each.rule} {each.bar:g}", verdict)
+        bar = "" if each.bar is None else f"{each.rule} {each.bar:g}"
+        verdict = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[each.ok]
+        table.add_row(each.name, f"{each.figure:.4f}", bar, verdict)
     console = Console()
     console.print(table)
     for name, note in notes.items():

@@ -1,29 +1,32 @@
-"""What Poise costs on two equal workers: plain DistributedDataParallel against Balancer.
+"""What Poise costs on equal workers: plain DistributedDataParallel against Balancer.
 
-Run: `python benchmarks/overhead.py [--quick] [--json]`. `--quick` takes less than three minutes
-and measures less; the bars are the same.
+Run: `make bench NAME=overhead [ARGS="--quick --json"]`. `--quick` takes less than three minutes
+and measures less; the bars are the same. With PYTHONPATH set to another `src`, another version is
+measured: nothing here knows more of Poise than a user's script does.
 
-**Ratios.** Two worker processes, one torch thread each, gloo on loopback. Each process holds
-three trainings of the same small CNN on the same data: DDP, a second DDP, and Poise with the even
-split. The local batch is chosen at the start so that a step of DDP takes about 50 ms. A round runs
+**Ratios.** Two worker processes, one torch thread each, gloo on loopback. Each process holds three
+trainings of the same small CNN on the same data: DDP, a second DDP, and Poise with its default
+policy. The local batch is chosen at the start so that a step of DDP takes about 50 ms. A round runs
 one block of steps of each training, in random order, each after a barrier. A block's wall time is
-that of the slower worker, its CPU time the sum over both workers and all their threads. The
-paired ratio of a round is Poise / mean of the two DDP blocks, which is quieter than one of them;
-the A/A ratio is the second DDP / the first. Shown are the median over rounds and its 95 %
-bootstrap interval. The run goes on until both intervals (wall and CPU) are narrow enough or the
-time is over. Loading, epoch changes and optimizer are inside the blocks. Poise's heartbeat (twice
-a second) also runs during the blocks of DDP; its own time is part of the next figure.
+that of the slower worker, its CPU time the sum over both workers and all their threads. The paired
+ratio of a round is Poise / mean of the two DDP blocks, which is quieter than one of them; the A/A
+ratio is the second DDP / the first. Shown are the median over rounds and its 95 % bootstrap
+interval. The run goes on until both intervals (wall and CPU) are narrow enough or the time is over.
+Loading, epoch changes and optimizer are inside the blocks. Poise's heartbeat (twice a second) also
+runs during the blocks of DDP; its own time is part of the next figure.
 
-**Own code.** Afterwards a fourth training, on Poise, with a stopwatch around each place where
-torch or the user's loop enters our code, stopped while our code is inside torch's loader or DDP,
-or waits in a blocking all-reduce. It counts the hook with its weighting, the callbacks after the
-sum, the loader's cutting and handing out, the call of the model, the optimizer hook and the
-heartbeat. It does not count the launch of the all-reduce in C++, which plain DDP does too; that
-is shown beside it. The stopwatch's own cost (about 2 us a section) is inside. Two figures, on the
-worker where CPU time is larger: CPU time of our code / CPU time of the step, and the same in wall
-time, which with two workers and their communication threads on two cores includes the moments in
-which our code waits for a core. Both grow with the parameters per sample, since weighting passes
-over all gradients.
+**Own code.** Afterwards trainings on Poise with a stopwatch around each place where torch or the
+user's loop enters our code (`own_code.py`), stopped while our code is inside torch's loader or DDP,
+or waits for others. It counts the hook with its weighting, the callbacks after the sum, the
+loader's cutting, fetching and handing out, the call of the model, the hooks of optimizer and
+gradients, and the heartbeat. It does not count the launch of the all-reduce in C++, which plain DDP
+does too; that is shown beside it. The stopwatch's own cost (about 2 us a section) is inside. Two
+figures, on the worker where CPU time is larger: CPU time of our code / CPU time of the step, and
+the same in wall time, which with two workers and their communication threads on two cores includes
+the moments in which our code waits for a core; the heartbeat counts with its CPU time in both. Both
+grow with the parameters per sample, since weighting passes over all gradients. Figures without a
+bar: microseconds of CPU time of our code per step, on the worker where it is largest, with 2 and
+with 16 workers (16 processes that share the cores), for the policies even and auto.
 
 **Memory.** The model is wider here, so that its largest bucket has the size that DDP aims at,
 25 MiB. Peaks of private resident memory while stepping, in pairs of processes that run
@@ -34,36 +37,48 @@ a count of tensors this includes connections, threads and imported code; pages o
 which processes share, are left out. The spread among equal processes is printed beside it.
 """
 
-import argparse
 import ctypes
 import gc
 import os
 import statistics
 import sys
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from figures import Figure, Interval, as_json, paired_ratio, show
+from figures import Figure, Interval, as_json, judged, paired_ratio, show
+from options import Effort, options
+from own_code import (
+    LAUNCH,
+    LOADER,
+    MODEL,
+    WAITING,
+    OwnCode,
+    ReadySamples,
+    Stopwatch,
+    borders,
+    collating,
+    measured,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from workers import end_on_sigterm, run_workers
 
 WORKERS = 2
+MANY_WORKERS = 16
+POLICIES = ("even", "auto")
+"""Of which own code is measured; auto is the default, with which all else is."""
 RATIO_BAR = 1.02
 WIDTH_BAR = 0.04
 OWN_CODE_BAR = 0.02
@@ -75,9 +90,11 @@ _STEP_S = 0.050
 _STEP_RANGE_S = (0.040, 0.060)
 _BLOCK_STEPS = 4
 _CHECK_ROUNDS = 5
-_OWN_CODE_STEPS = 100
-_OWN_CODE_S = 12.0
+_OWN_CODE_S = 24.0
 """Time kept free for the last phase."""
+_MANY_LOCAL_BATCH = 4
+_START_S = 120.0
+"""In which workers must have started, on a busy machine."""
 _MEMORY_LOCAL_BATCH = 8
 _MEMORY_HIDDEN = 6000
 """Makes 6.6 million parameters, with a bucket of about the 25 MiB that DDP aims at."""
@@ -88,7 +105,7 @@ Kind = Literal["ddp", "poise"]
 
 
 @dataclass(frozen=True)
-class Effort:
+class Amount:
     """How much is measured; nothing else may depend on it."""
 
     limit_s: float
@@ -97,10 +114,20 @@ class Effort:
     """Fewest rounds of blocks."""
     memory_runs: int
     """Pairs of processes of each kind."""
+    own_steps: int
+    """Steps in which our own code is measured."""
+    many: int = MANY_WORKERS
+    local_batch: int | None = None
+    """None: the one at which a step takes about 50 ms."""
 
 
-QUICK = Effort(limit_s=160.0, rounds=40, memory_runs=2)
-FULL = Effort(limit_s=900.0, rounds=300, memory_runs=7)
+AMOUNTS = {
+    "full": Amount(limit_s=900.0, rounds=300, memory_runs=7, own_steps=100),
+    "quick": Amount(limit_s=160.0, rounds=40, memory_runs=2, own_steps=100),
+    "smoke": Amount(
+        limit_s=0.0, rounds=_CHECK_ROUNDS, memory_runs=1, own_steps=6, many=3, local_batch=2
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -112,33 +139,13 @@ class Round:
 
 
 @dataclass(frozen=True)
-class OwnCode:
-    """Time inside our code, per step."""
-
-    wall_s: dict[str, float]
-    cpu_s: dict[str, float]
-    step_wall_s: float
-    step_cpu_s: float
-    """CPU time of the worker, all its threads."""
-
-    @property
-    def wall_share(self) -> float:
-        """Part of the step, in wall time."""
-        return own_s(self.wall_s) / self.step_wall_s
-
-    @property
-    def cpu_share(self) -> float:
-        """Part of the step, in CPU time."""
-        return own_s(self.cpu_s) / self.step_cpu_s
-
-
-@dataclass(frozen=True)
 class Comparison:
     """What one worker found in the main run."""
 
     local_batch: int
     rounds: list[Round]
-    own_code: OwnCode
+    own_code: dict[str, OwnCode]
+    """By policy."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,7 @@ class Memory:
 class Training:
     """A training that is run step by step."""
 
-    model: nn.Module
+    model: Callable[[Tensor], Tensor]
     optimizer: Optimizer
     batches: Iterator[tuple[Tensor, Tensor]]
 
@@ -180,37 +187,63 @@ class Training:
 
 def main() -> None:
     """Measure, and print the figures."""
-    parser = argparse.ArgumentParser(description="What Poise costs on two equal workers.")
-    parser.add_argument("--quick", action="store_true", help="take less than three minutes")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options("What Poise costs on equal workers.", quick="less than three minutes")
     arguments = parser.parse_args()
     end_on_sigterm()
-    effort = QUICK if arguments.quick else FULL
+    amount = AMOUNTS[arguments.effort]
     if not arguments.json:
-        print(f"measuring, for at most {effort.limit_s / 60:.1f} minutes", file=sys.stderr)
+        print(f"measuring, for at most {amount.limit_s / 60:.1f} minutes", file=sys.stderr)
 
-    deadline = time.time() + effort.limit_s
-    memory = measure_memory(effort, give_up=time.time() + effort.limit_s / 2)
+    deadline = time.time() + amount.limit_s
+    memory = measure_memory(amount, give_up=time.time() + amount.limit_s / 3)
+    many = run_workers(
+        own_code_by_policy,
+        _MANY_LOCAL_BATCH,
+        amount.own_steps,
+        workers=amount.many,
+        limit_s=amount.limit_s + _START_S,
+    )
     found: list[Comparison] = run_workers(
         compare,
-        effort.rounds,
+        amount,
         deadline - _OWN_CODE_S,
         workers=WORKERS,
-        limit_s=deadline - time.time() + 20,
+        limit_s=amount.limit_s + _START_S,
     )
-    report(found, memory, json=arguments.json)
+    report(found, many, memory, effort=arguments.effort, json=arguments.json)
 
 
-def report(found: list[Comparison], memory: Memory, *, json: bool) -> None:
+def most_of(workers: list[dict[str, OwnCode]]) -> dict[str, OwnCode]:
+    """Return what the worker found whose own code takes most, for each policy."""
+    return {
+        policy: max((each[policy] for each in workers), key=lambda own: own.own_cpu_s)
+        for policy in POLICIES
+    }
+
+
+def report(
+    found: list[Comparison],
+    many: list[dict[str, OwnCode]],
+    memory: Memory,
+    *,
+    effort: Effort,
+    json: bool,
+) -> None:
     rounds = found[0].rounds
     wall, wall_a_a = ratios([each.wall_s for each in rounds])
     cpu, cpu_a_a = ratios([each.cpu_s for each in rounds])
-    own_code = max((each.own_code for each in found), key=lambda own: own.cpu_share)
+    own_code = max((each.own_code["auto"] for each in found), key=lambda own: own.cpu_share)
+    by_workers = {len(each): most_of(each) for each in ([one.own_code for one in found], many)}
     figures = [
         *ratio_figures("wall", wall),
         *ratio_figures("CPU", cpu),
         Figure("own code, share of CPU time", own_code.cpu_share, "at most", OWN_CODE_BAR),
         Figure("own code, share of wall time", own_code.wall_share, "at most", OWN_CODE_BAR),
+        *(
+            Figure(f"own code, microseconds per step, {workers} workers, {policy}", us(own))
+            for workers, policies in by_workers.items()
+            for policy, own in policies.items()
+        ),
         Figure(
             "extra memory, buckets",
             memory.extra_bytes / memory.bucket_bytes,
@@ -218,6 +251,7 @@ def report(found: list[Comparison], memory: Memory, *, json: bool) -> None:
             MEMORY_BAR,
         ),
     ]
+    figures = judged(figures, effort)
     step_s = statistics.median(sum(each.wall_s[:2]) / 2 / _BLOCK_STEPS for each in rounds)
     context = {
         "rounds": len(rounds),
@@ -231,6 +265,10 @@ def report(found: list[Comparison], memory: Memory, *, json: bool) -> None:
         "own_code_ms": in_ms(own_code.wall_s),
         "own_code_cpu_ms": in_ms(own_code.cpu_s),
         "own_code_step_ms": own_code.step_wall_s * 1e3,
+        "own_code_by_workers": {
+            str(workers): {policy: in_ms(own.cpu_s) for policy, own in policies.items()}
+            for workers, policies in by_workers.items()
+        },
         "memory": asdict(memory),
     }
     if json:
@@ -242,21 +280,25 @@ def report(found: list[Comparison], memory: Memory, *, json: bool) -> None:
         "CPU ratio, Poise / DDP": str(cpu),
         "CPU ratio, A/A": str(cpu_a_a),
         "own code, wall ms per step": own_code_note(own_code.wall_s),
-        "own code, CPU ms per step": own_code_note(own_code.cpu_s),
+        **{
+            f"own code, CPU ms per step, {workers} workers, {policy}": own_code_note(own.cpu_s)
+            for workers, policies in by_workers.items()
+            for policy, own in policies.items()
+        },
         "memory": f"{mib(memory.extra_bytes)} extra; largest bucket {mib(memory.bucket_bytes)}; "
         f"spread among equal processes {mib(memory.spread_bytes)}",
         "run": f"{len(rounds)} rounds of 3 x {_BLOCK_STEPS} steps, DDP step {step_s * 1e3:.1f} ms, "
         f"local batch {found[0].local_batch}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}",
     }
-    show("Overhead of Poise on two equal workers", figures, notes)
+    show("Overhead of Poise on equal workers", figures, notes)
 
 
 def own_code_note(sections_s: dict[str, float]) -> str:
     ms = in_ms(sections_s)
-    launch_ms = ms.pop(_LAUNCH)
+    beside = ", ".join(f"{name} {ms.pop(name, 0.0):.3f}" for name in (LAUNCH, WAITING))
     parts = (f"{name} {ms[name]:.3f}" for name in sorted(ms, key=ms.__getitem__, reverse=True))
-    return f"{sum(ms.values()):.3f} ({', '.join(parts)}); not counted: launch {launch_ms:.3f}"
+    return f"{sum(ms.values()):.3f} ({', '.join(parts)}); not counted: {beside}"
 
 
 def ratio_figures(name: str, ratio: Interval) -> list[Figure]:
@@ -273,16 +315,17 @@ def ratios(times_s: list[tuple[float, float, float]]) -> tuple[Interval, Interva
     return paired_ratio(poise, both), paired_ratio(second, first)
 
 
-def measure_memory(effort: Effort, give_up: float) -> Memory:
+def measure_memory(amount: Amount, give_up: float) -> Memory:
     """Run pairs of processes of each kind in turn; at least one pair of each."""
     peaks: dict[Kind, list[int]] = {"ddp": [], "poise": []}
     kinds: tuple[Kind, Kind] = ("ddp", "poise")
     bucket = 0
-    for run in range(effort.memory_runs):
+    for run in range(amount.memory_runs):
         if run > 0 and time.time() > give_up:
             break
         for kind in kinds:
-            found = run_workers(peak_bytes, kind, workers=WORKERS, limit_s=effort.limit_s)
+            limit_s = amount.limit_s + _START_S
+            found = run_workers(peak_bytes, kind, workers=WORKERS, limit_s=limit_s)
             peaks[kind] += [peak for peak, _ in found]
             bucket = max(bucket, *(size for _, size in found))
     return Memory(peaks["ddp"], peaks["poise"], bucket)
@@ -315,7 +358,7 @@ def return_freed_memory() -> None:
         raise RuntimeError("mallopt refused its settings; the memory figure needs glibc")
 
 
-def largest_bucket_bytes(model: nn.Module) -> int:
+def largest_bucket_bytes(model: object) -> int:
     """Return the size of DDP's largest bucket; 0 for a model that hides its DDP."""
     if not isinstance(model, DistributedDataParallel):
         return 0
@@ -324,9 +367,9 @@ def largest_bucket_bytes(model: nn.Module) -> int:
     return max(int(size) for size in sizes.split(","))
 
 
-def compare(fewest_rounds: int, deadline: float) -> Comparison:
+def compare(amount: Amount, deadline: float) -> Comparison:
     """Run rounds of blocks until the intervals are narrow or the time is over (on a worker)."""
-    local_batch = calibrated_local_batch()
+    local_batch = amount.local_batch or calibrated_local_batch()
     with ExitStack() as stack:
         kinds: tuple[Kind, Kind, Kind] = ("ddp", "ddp", "poise")
         trainings = [stack.enter_context(training(kind, local_batch)) for kind in kinds]
@@ -334,10 +377,43 @@ def compare(fewest_rounds: int, deadline: float) -> Comparison:
             each.run(_WARM_UP_STEPS)
         rounds: list[Round] = []
         random = np.random.default_rng(0)
-        while not decided_on_worker_0(lambda: is_enough(rounds, fewest_rounds, deadline)):
+        while not decided_on_worker_0(lambda: is_enough(rounds, amount.rounds, deadline)):
             for _ in range(_CHECK_ROUNDS):
                 rounds.append(one_round(trainings, random.permutation(len(trainings)).tolist()))
-    return Comparison(local_batch, rounds, measure_own_code(local_batch))
+    return Comparison(local_batch, rounds, own_code_by_policy(local_batch, amount.own_steps))
+
+
+def own_code_by_policy(local_batch: int, steps: int) -> dict[str, OwnCode]:
+    """Measure our own code with each policy (on a worker)."""
+    return {policy: measure_own_code(local_batch, policy, steps) for policy in POLICIES}
+
+
+def measure_own_code(local_batch: int, policy: str, steps: int) -> OwnCode:
+    watch = Stopwatch()
+    model, optimizer, dataset = parts()
+    ready = ReadySamples([dataset[number] for number in range(len(dataset))])
+    with (
+        borders(watch),
+        poise_training(
+            model, optimizer, ready, local_batch, policy=policy, collate_fn=collating(watch)
+        ) as one,
+    ):
+        watched = Training(
+            watch.timed(MODEL, partial(one.model)),
+            one.optimizer,
+            timed_batches(watch, one.batches),
+        )
+        watched.run(_WARM_UP_STEPS)
+        dist.barrier()
+        return measured(watch, watched.run, steps)
+
+
+def timed_batches(
+    watch: Stopwatch, batches: Iterator[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    following = watch.timed(LOADER, batches.__next__)
+    while True:
+        yield following()
 
 
 def one_round(trainings: list[Training], order: list[int]) -> Round:
@@ -405,22 +481,42 @@ def ddp_step_s(local_batch: int) -> float:
 @contextmanager
 def training(kind: Kind, local_batch: int, hidden: int = 256) -> Iterator[Training]:
     """Build a training of one kind; everything but the kind is alike."""
+    model, optimizer, dataset = parts(hidden)
+    if kind == "poise":
+        with poise_training(model, optimizer, dataset, local_batch) as one:
+            yield one
+        return
+    wrapped = DistributedDataParallel(model)
+    yield Training(wrapped, optimizer, plain_batches(dataset, local_batch))
+
+
+def parts(hidden: int = 256) -> tuple[nn.Module, Optimizer, TensorDataset]:
     torch.manual_seed(0)
     model = small_cnn(hidden)
-    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
     dataset = TensorDataset(
         torch.randn(_SAMPLES, 3, 32, 32), torch.randint(_CLASSES, size=(_SAMPLES,))
     )
-    if kind == "ddp":
-        wrapped = DistributedDataParallel(model)
-        yield Training(wrapped, optimizer, plain_batches(dataset, local_batch))
-        return
+    return model, SGD(model.parameters(), lr=0.01, momentum=0.9), dataset
+
+
+@contextmanager
+def poise_training(
+    model: nn.Module,
+    optimizer: Optimizer,
+    dataset: Dataset[Any],
+    local_batch: int,
+    *,
+    policy: str = "auto",
+    collate_fn: Callable[..., Any] | None = None,
+) -> Iterator[Training]:
     # Imported here: processes that measure the memory of plain DDP must not hold our code.
     from poise.torch import Balancer
 
-    global_batch = local_batch * WORKERS
-    loader = DataLoader(dataset, batch_size=global_batch, shuffle=True, drop_last=True)
-    with Balancer(global_batch) as balancer:
+    global_batch = local_batch * dist.get_world_size()
+    loader = DataLoader(
+        dataset, batch_size=global_batch, shuffle=True, drop_last=True, collate_fn=collate_fn
+    )
+    with Balancer(global_batch, policy=policy) as balancer:
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         batches = (batch for _ in balancer.epochs(sys.maxsize) for batch in shares)
         yield Training(shared, optimizer, batches)
@@ -444,145 +540,8 @@ def small_cnn(hidden: int) -> nn.Module:
     return nn.Sequential(*layers, *head)
 
 
-class Stopwatch:
-    """Exclusive time per named section, over all threads.
-
-    A section entered inside another one pauses it. Time is wall time and CPU time of the thread.
-    """
-
-    def __init__(self) -> None:
-        self.wall_s: dict[str, float] = defaultdict(float)
-        self.cpu_s: dict[str, float] = defaultdict(float)
-        self._lock = threading.Lock()
-        self._thread = threading.local()
-
-    def timed(self, section: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, charging its time to a section."""
-
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            open_sections: list[str] = self._thread.__dict__.setdefault("open", [])
-            self._lap(open_sections[-1] if open_sections else None)
-            open_sections.append(section)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._lap(open_sections.pop())
-
-        return call
-
-    def timed_iterator(self, section: str, iterate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose iterator charges each of its steps to a section."""
-
-        @wraps(iterate)
-        def call(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            step = self.timed(section, iter(iterate(*args, **kwargs)).__next__)
-            end = object()
-            while (item := _next_or(step, end)) is not end:
-                yield item
-
-        return call
-
-    def reset(self) -> None:
-        """Forget all times."""
-        with self._lock:
-            self.wall_s.clear()
-            self.cpu_s.clear()
-
-    def _lap(self, section: str | None) -> None:
-        """Charge the time since this thread's last lap to a section."""
-        wall, cpu = time.perf_counter(), time.thread_time()
-        if section is not None:
-            last_wall, last_cpu = self._thread.last
-            with self._lock:
-                self.wall_s[section] += wall - last_wall
-                self.cpu_s[section] += cpu - last_cpu
-        self._thread.last = (time.perf_counter(), time.thread_time())
-
-
-_NOT_OURS = "not ours"
-_LAUNCH = "launch"
-"""Launching all-reduces in C++: shown, and not counted as ours."""
-
-
-def measure_own_code(local_batch: int) -> OwnCode:
-    watch = Stopwatch()
-    with watching_our_code(watch), training("poise", local_batch) as one:
-        one.run(_WARM_UP_STEPS)
-        dist.barrier()
-        watch.reset()
-        wall, cpu = time.perf_counter(), time.process_time()
-        one.run(_OWN_CODE_STEPS)
-        step_wall_s = (time.perf_counter() - wall) / _OWN_CODE_STEPS
-        step_cpu_s = (time.process_time() - cpu) / _OWN_CODE_STEPS
-        wall_s, cpu_s = per_step(watch.wall_s), per_step(watch.cpu_s)
-    return OwnCode(wall_s, cpu_s, step_wall_s, step_cpu_s)
-
-
-def per_step(sections_s: dict[str, float]) -> dict[str, float]:
-    ours = {name: time_s for name, time_s in sections_s.items() if name != _NOT_OURS}
-    return {name: time_s / _OWN_CODE_STEPS for name, time_s in ours.items()}
-
-
-def own_s(sections_s: dict[str, float]) -> float:
-    return sum(time_s for name, time_s in sections_s.items() if name != _LAUNCH)
-
-
-@contextmanager
-def watching_our_code(watch: Stopwatch) -> Iterator[None]:
-    """Put the stopwatch around our code; trainings built inside the block are measured.
-
-    A name that is gone raises AttributeError: nothing goes uncounted in silence.
-    """
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    from poise.torch import Balancer, loader, module, reduction, seeding
-    from poise.torch.liveness import Liveness
-
-    functions: list[tuple[object, str, str]] = [
-        (reduction.Reduction, "hook", "hook"),
-        (module.SharedModule, "__call__", "call of the model"),
-        (Balancer, "_after_optimizer_step", "optimizer hook"),
-        (Liveness, "_say", "heartbeat"),
-        (seeding.SeededDataset, "__getitems__", "seeding of samples"),
-        (seeding.SeededDataset, "_fetch", _NOT_OURS),  # the loop that DataLoader has otherwise
-        (dist.ProcessGroup, "allreduce", _LAUNCH),
-        (DistributedDataParallel, "__call__", _NOT_OURS),
-        (DataLoader, "__iter__", _NOT_OURS),
-        (_BaseDataLoaderIter, "__next__", _NOT_OURS),
-    ]
-    iterators: list[tuple[object, str]] = [
-        (loader.ShareLoader, "__iter__"),
-        (loader.PerPass, "__iter__"),
-        (Balancer, "epochs"),
-    ]
-    with ExitStack() as patches:
-
-        def patch(owner: object, name: str, new: object) -> None:
-            patches.enter_context(mock.patch.object(owner, name, new))
-
-        for owner, name, section in functions:
-            patch(owner, name, watch.timed(section, getattr(owner, name)))
-        for owner, name in iterators:
-            patch(owner, name, watch.timed_iterator("loader", getattr(owner, name)))
-        for name in ("then", "add_done_callback"):
-            patch(torch._C.Future, name, with_timed_callback(watch, getattr(torch._C.Future, name)))
-        patch(dist, "all_reduce", watch.timed(_NOT_OURS, dist.all_reduce))
-        yield
-
-
-def with_timed_callback(watch: Stopwatch, add: Callable[..., Any]) -> Callable[..., Any]:
-    def call(future: Any, callback: Callable[..., Any]) -> Any:
-        return add(future, watch.timed("callbacks", callback))
-
-    return call
-
-
-def _next_or(step: Callable[[], Any], end: object) -> Any:
-    try:
-        return step()
-    except StopIteration:
-        return end
+def us(own: OwnCode) -> float:
+    return own.own_cpu_s * 1e6
 
 
 def in_ms(seconds: dict[str, float]) -> dict[str, float]:

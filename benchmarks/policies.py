@@ -1,8 +1,8 @@
 """How much longer training takes with each policy than with an oracle's splits, on virtual workers.
 
-Run: `python benchmarks/policies.py [--quick] [--json]`. `--quick` takes less than three minutes:
-3 seeds instead of 20. The bars are the same. Nothing here depends on the machine: virtual workers,
-a virtual clock, seeded noise; the same run prints the same numbers.
+Run: `python benchmarks/policies.py [--quick | --smoke] [--json]`. `--quick` takes less than three
+minutes: 3 seeds instead of 20. The bars are the same. Nothing here depends on the machine: virtual
+workers, a virtual clock, seeded noise; the same run prints the same numbers.
 
 **The walk.** OmniLearn's: 4 workers whose cores change through the heterogeneity levels
 1-2-4-8-8-4-2-1, 200 steps each, at a constant sum of cores; a fifth of an even step is fixed cost;
@@ -24,13 +24,14 @@ numbers are shown without one.
 in 200 steps, and what that costs.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from figures import Figure, as_json, show
+from figures import Figure, as_json, judged, show
+from options import options
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +42,6 @@ from poise.sim.scenes import BENDS, CORES, by_cores, walk
 from poise.sim.truth import Truth
 
 GLOBAL_BATCH = 240
-STEPS = 1600
 POLICIES: dict[str, Policy] = {
     "auto": Auto(),
     "proportional": Proportional(),
@@ -54,21 +54,37 @@ SPEEDS = [(1, 1, 1, 1), (1, 1.2, 0.8, 1.1), (2, 1, 1, 0.5), (32, 6, 6, 4)]
 WINDOW = 20
 REGRET_BAR, WINDOWS_BAR = 0.02, 7
 
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is simulated."""
+
+    seeds: int
+    steps: int
+    """Of a walk; all of it are 1600."""
+    short_seeds: int
+    """Of the short trainings on constant clusters."""
+
+
+AMOUNTS = {
+    "full": Amount(seeds=20, steps=1600, short_seeds=100),
+    "quick": Amount(seeds=3, steps=1600, short_seeds=15),
+    "smoke": Amount(seeds=1, steps=260, short_seeds=1),
+}
 Rows = dict[str, dict[str, list[float]]]
 """Regrets by scene and policy."""
 
 
 def main() -> None:
     """Simulate, and print the figures."""
-    parser = argparse.ArgumentParser(description="Policies against an oracle, on virtual workers.")
-    parser.add_argument("--quick", action="store_true", help="3 seeds instead of 20")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options("Policies against an oracle, on virtual workers.", quick="3 seeds, not 20")
     arguments = parser.parse_args()
-    seeds = 3 if arguments.quick else 20
+    amount = AMOUNTS[arguments.effort]
+    seeds = amount.seeds
     if not arguments.json:
         print("simulating, for some minutes at most", file=sys.stderr)
-    regrets, changes = walks(seeds)
-    own, common = windows(5 * seeds, own=True), windows(5 * seeds, own=False)
+    regrets, changes = walks(seeds, amount.steps)
+    own, common = (windows(amount.short_seeds, own=each) for each in (True, False))
     figures = [
         Figure(
             "regret of auto on the walk", median(regrets["walk"]["auto"]), "at most", REGRET_BAR
@@ -87,8 +103,9 @@ def main() -> None:
     slow = {
         "windows, own fixed cost": spread(own),
         "windows, common fixed cost": spread(common),
-        "changes on equal workers": changes_on_equal_workers(5 * seeds),
+        "changes on equal workers": changes_on_equal_workers(amount.short_seeds),
     }
+    figures = judged(figures, arguments.effort)
     if arguments.json:
         print(as_json("policies", figures, {"seeds": seeds, "regret": medians(regrets), **slow}))
         return
@@ -96,7 +113,7 @@ def main() -> None:
     show_regrets(regrets, changes)
 
 
-def walks(seeds: int) -> tuple[Rows, Rows]:
+def walks(seeds: int, steps: int) -> tuple[Rows, Rows]:
     """Return the regrets and the numbers of changes on each scene."""
     scenes: dict[str, tuple[Callable[[int], Truth], Noise]] = {
         "walk": (walk(), Noise(cv=0.05)),
@@ -112,7 +129,7 @@ def walks(seeds: int) -> tuple[Rows, Rows]:
                     policy,
                     truth_at,
                     global_batch=GLOBAL_BATCH,
-                    steps=STEPS,
+                    steps=steps,
                     noise=noise,
                     seed=seed,
                     epoch_steps=200,

@@ -1,7 +1,7 @@
 """What the best split costs to find, and what it is worth.
 
-Run: `python benchmarks/solver.py [--quick] [--json]`. `--quick` takes less than a minute and
-measures less; the bars are the same.
+Run: `python benchmarks/solver.py [--quick | --smoke] [--json]`. `--quick` takes less than a minute
+and measures less; the bars are the same.
 
 **Clusters.** Random, of 10 to 10,000 workers whose speeds lie up to a factor of 10 apart, with
 fixed times worth 0 to 20 samples and a reduction in 2 or 16 buckets that takes as long as backward
@@ -37,7 +37,6 @@ the even split, with shares by inverse time per sample, measured once at the eve
 equal compute times (LB-BSP), each in whole samples, against the best split.
 """
 
-import argparse
 import math
 import os
 import statistics
@@ -50,8 +49,9 @@ from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
-from figures import Figure, as_json, bootstrap, show
+from figures import Figure, as_json, bootstrap, judged, show
 from numpy.typing import NDArray
+from options import Effort, options
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import linprog
@@ -85,7 +85,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Effort:
+class Amount:
     """How much is measured; nothing else may depend on it."""
 
     rounds: int
@@ -98,8 +98,11 @@ class Effort:
     """Clusters on which splits are compared."""
 
 
-QUICK = Effort(rounds=30, comparisons=9, updates=60, worths=500)
-FULL = Effort(rounds=200, comparisons=25, updates=400, worths=5000)
+AMOUNTS = {
+    "full": Amount(rounds=200, comparisons=25, updates=400, worths=5000),
+    "quick": Amount(rounds=30, comparisons=9, updates=60, worths=500),
+    "smoke": Amount(rounds=2, comparisons=1, updates=3, worths=5),
+}
 
 
 @dataclass(frozen=True)
@@ -136,20 +139,19 @@ Times = dict[tuple[int, int], list[float]]
 
 def main() -> None:
     """Measure, and print the figures."""
-    parser = argparse.ArgumentParser(description="What the best split costs to find.")
-    parser.add_argument("--quick", action="store_true", help="take less than a minute")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options("What the best split costs to find.", quick="less than a minute")
     arguments = parser.parse_args()
-    effort = QUICK if arguments.quick else FULL
+    amount = AMOUNTS[arguments.effort]
     if not arguments.json:
         print("measuring, for some minutes at most", file=sys.stderr)
-    solves = measure_solves(effort.rounds)
-    ours, highs = compare_with_highs(effort.comparisons)
+    solves = measure_solves(amount.rounds)
+    ours, highs = compare_with_highs(amount.comparisons)
     updates = {
-        (_LARGEST, buckets): engine_update_s(_LARGEST, buckets, effort.updates)
+        (_LARGEST, buckets): engine_update_s(_LARGEST, buckets, amount.updates)
         for buckets in BUCKETS
     }
-    report(solves, ours, highs, updates, measure_worth(effort.worths), json=arguments.json)
+    worth = measure_worth(amount.worths)
+    report(solves, ours, highs, updates, worth, effort=arguments.effort, json=arguments.json)
 
 
 def report(
@@ -159,12 +161,14 @@ def report(
     updates: Times,
     worth: dict[str, Floats],
     *,
+    effort: Effort,
     json: bool,
 ) -> None:
     speed_ups = {
         buckets: ratios(highs[_COMPARED, buckets], ours[_COMPARED, buckets]) for buckets in BUCKETS
     }
     figures = [*solve_figures(solves), highs_figure(speed_ups), update_figure(updates)]
+    figures = judged(figures, effort)
     if json:
         known = context(solves, ours, highs, speed_ups, worth)
         print(as_json("solver", figures, {**known, "engine_update_ms": rows_ms(updates)}))

@@ -250,3 +250,76 @@ def test_different_versions_are_warned_of() -> None:
 
 def test_facts_travel_as_text() -> None:
     assert Facts.from_json(facts(1).to_json()) == facts(1)
+
+
+WITHOUT = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self._finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {names}:
+            return self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+from poise.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def poise_without(names: set[str], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a process where some packages cannot be imported."""
+    command = [sys.executable, "-c", WITHOUT.replace("{names}", repr(names)), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (("demo",), "demo"),
+        (("doctor",), "torch"),
+        (("doctor", "{script}"), "torch"),
+        (("lab", "--speeds", "1,1", "--", "{script}"), "torch"),
+        (("serve", "{script}"), "torch"),
+        (("verify", "{script}"), "torch"),
+        (("watch", "{script}"), "torch"),
+    ],
+)
+def test_without_torch_one_line_names_the_extra(
+    arguments: tuple[str, ...], extra: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('the script ran')")
+    done = poise_without({"torch"}, *(each.format(script=script) for each in arguments))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("poise: torch cannot be imported")
+    assert line.endswith(f'pip install "poise[{extra}]"')
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "clusters/two-home-pcs.toml", "--global-batch", "64"),
+        ("simulate", "scenarios/slowdown.toml", "--policy", "even"),
+        ("calibrate", "{record}"),
+    ],
+)
+def test_the_base_install_plans_simulates_and_calibrates(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    examples = Path(__file__).parent.parent / "examples"
+    scenario = str(examples / "scenarios/slowdown.toml")
+    recorded = ("simulate", scenario, "--policy", "auto", "--record", str(tmp_path))
+    assert poise_without({"torch"}, *recorded).returncode == 0
+    given = [each.format(record=tmp_path / "auto.jsonl") for each in arguments]
+    given = [str(examples / each) if each.endswith(".toml") else each for each in given]
+    done = poise_without({"torch", "matplotlib", "sklearn"}, *given)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout

@@ -267,6 +267,41 @@ def test_json_holds_what_the_table_says(capsys: Capture) -> None:
     assert math.isclose(even["cost"], 2 * even["seconds"] / 3600)
     assert even["last_split"] == [21, 21, 22]
     assert found["ceiling"] >= 1
+    assert found["ceiling_unknown"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("[[event]]\nat_step = 10\nworker = 'b'\nslower = 4.0\n", "the cluster changes"),
+        ("[[event]]\nat_step = 10\nworker = 'b'\nleaves = true\n", "the cluster changes"),
+        ("[drift]\nper_step = 0.01\n", "the cluster changes"),
+        ("[failures]\nmean_steps = 1000\ndown_steps = 5\n", "the cluster changes"),
+    ],
+)
+def test_no_ceiling_is_stated_where_the_best_split_changes(
+    change: str, why: str, capsys: Capture
+) -> None:
+    """The speeds of the start say nothing of later steps; table and page say so, too."""
+    Path("s.toml").write_text(SCENARIO + change)
+    assert main(["simulate", "s.toml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ceiling"] is None
+    assert found["ceiling_unknown"].startswith(why)
+    assert main(["simulate", "s.toml", "--out", "pictures"]) == 0
+    said = f"no ceiling is known: {found['ceiling_unknown']}"
+    assert said in capsys.readouterr().out.splitlines()
+    assert said in Path("pictures/index.html").read_text()
+
+
+def test_a_ceiling_is_above_what_every_policy_reaches(capsys: Capture) -> None:
+    Path("s.toml").write_text(SCENARIO)
+    assert main(["simulate", "s.toml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    even, *others = (each["step_s"] for each in found["outcomes"])
+    assert all(even / step_s <= found["ceiling"] * (1 + 1e-9) for step_s in others)
+    assert main(["simulate", "s.toml"]) == 0
+    assert f"more than {found['ceiling']:.2f} times as fast as even" in capsys.readouterr().out
 
 
 def test_one_more_worker_and_a_faster_network_are_compared(capsys: Capture) -> None:

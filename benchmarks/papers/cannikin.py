@@ -28,7 +28,6 @@ second half of these. In long trainings a step stands for several once nothing h
 for 60 steps, so that policies see fewer measurements than in real life.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 
@@ -36,11 +35,12 @@ import numpy as np
 from cannikin_runs import Result, run_all
 from cannikin_setup import ADAPTIVE, FIXED, SYSTEMS, TWISTS, Case, start_batch
 from constants import CLUSTERS, WORKLOADS
-from figures import Figure, as_json, show
+from figures import Figure, as_json, judged, show
+from options import options
 from sheets import Sheet, less, percent
 
-SEEDS, QUICK_SEEDS = 3, 1
-FINE, QUICK_FINE = 250, 70
+AMOUNTS = {"full": (3, 250), "quick": (1, 70), "smoke": (1, 2)}
+"""Seeds, and about how many steps of an epoch are simulated."""
 TWISTED = {"3 GPUs": "ResNet-18 / CIFAR-10", "16 GPUs": "ResNet-50 / ImageNet"}
 """The workload of each cluster that is run on truths no model can represent."""
 TWISTED_SYSTEMS = ("DDP", "Poise, fixed", "AdaptDL", "Cannikin", "Poise")
@@ -53,12 +53,9 @@ Where = tuple[str, str, str]
 
 def main() -> None:
     """Simulate, and print the figures and tables."""
-    parser = argparse.ArgumentParser(description="Cannikin's experiments, on virtual workers.")
-    parser.add_argument("--quick", action="store_true", help="one seed, larger strides")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options("Cannikin's experiments, on virtual workers.", quick="1 seed, larger strides")
     arguments = parser.parse_args()
-    seeds = QUICK_SEEDS if arguments.quick else SEEDS
-    fine = QUICK_FINE if arguments.quick else FINE
+    seeds, fine = AMOUNTS[arguments.effort]
     if not arguments.json:
         print("simulating, for some minutes", file=sys.stderr)
     found = Found(run_all(cases(seeds, fine)), seeds, fine)
@@ -71,7 +68,7 @@ def main() -> None:
         not_circular(found),
         beside_the_paper(found),
     ]
-    figures = figures_of(found)
+    figures = judged(figures_of(found), arguments.effort)
     if arguments.json:
         tables = [sheet.as_json() for sheet in sheets]
         print(as_json("papers/cannikin", figures, {"seeds": seeds, "tables": tables}))

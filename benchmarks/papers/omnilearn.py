@@ -21,13 +21,12 @@ What they change is staleness.
 **Not circular.** The main rows again, on truths that no speed model here can represent.
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from figures import Figure, as_json, show
+from figures import Figure, as_json, judged, show
 from omnilearn_runs import (
     ASP_TWISTS,
     DYNAMIC,
@@ -39,10 +38,15 @@ from omnilearn_runs import (
     Result,
     run_all,
 )
+from options import options
 from sheets import Sheet, less, percent
 
-SEEDS, QUICK_SEEDS = 3, 1
-QUICK_PART = 0.4
+AMOUNTS: dict[str, tuple[int, dict[str, float]]] = {
+    "full": (3, {"BSP": 1.0, "ASP": 1.0}),
+    "quick": (1, {"BSP": 1.0, "ASP": 0.4}),
+    "smoke": (1, {"BSP": 0.04, "ASP": 0.15}),
+}
+"""Seeds, and the part of the steps in each mode."""
 PLACES = (*(f"HL{level}" for level in LEVELS), MANY, DYNAMIC)
 TWISTED = ("HL8", DYNAMIC)
 """Where truths are tried that no model represents; with a server, the first only."""
@@ -56,18 +60,15 @@ Where = tuple[str, str, str]
 
 def main() -> None:
     """Simulate, and print the figures and tables."""
-    parser = argparse.ArgumentParser(description="OmniLearn's experiments, on virtual workers.")
-    parser.add_argument("--quick", action="store_true", help="one seed, shorter trainings")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options("OmniLearn's experiments, on virtual workers.", quick="1 seed, shorter")
     arguments = parser.parse_args()
-    seeds = QUICK_SEEDS if arguments.quick else SEEDS
-    part = QUICK_PART if arguments.quick else 1.0
+    seeds, parts = AMOUNTS[arguments.effort]
     if not arguments.json:
         print("simulating, for some minutes", file=sys.stderr)
-    found = Found(seeds, part)
+    found = Found(seeds, parts)
     sheets = [synchronous(found), asynchronous(found), *not_circular(found)]
     sheets.append(beside_the_paper(found))
-    figures = figures_of(found)
+    figures = judged(figures_of(found), arguments.effort)
     if arguments.json:
         tables = [sheet.as_json() for sheet in sheets]
         print(as_json("papers/omnilearn", figures, {"seeds": seeds, "tables": tables}))
@@ -86,16 +87,16 @@ ASP_TWISTED: list[Where] = [("ASP", TWISTED[0], twist) for twist in ASP_TWISTS]
 class Found:
     """The results, by place and system."""
 
-    def __init__(self, seeds: int, part: float) -> None:
+    def __init__(self, seeds: int, parts: Mapping[str, float]) -> None:
         self._seeds = seeds
-        self._part = part
+        self._parts = parts
         places = [*ASP, *ASP_TWISTED, *BSP, *BSP_TWISTED]
         cases = [case for where in places for system in SYSTEMS for case in self._of(where, system)]
         self._results = run_all(cases)
 
     def _of(self, where: Where, system: str) -> list[Case]:
         mode, place, twist = where
-        part = self._part if mode == "ASP" else 1.0
+        part = self._parts[mode]
         return [Case(mode, place, system, twist, seed, part) for seed in range(self._seeds)]
 
     def all(self, where: Where, system: str) -> list[Result]:

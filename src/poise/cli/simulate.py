@@ -75,6 +75,24 @@ def simulate(asked: Asked) -> int:
 
 
 @dataclass(frozen=True)
+class Ceiling:
+    """What no split of the same global batch can exceed, from the first step to the last."""
+
+    times: float | None = None
+    """How many times as fast as even a step is with the best split."""
+    unknown: str | None = None
+    """Why no such number holds for all steps."""
+
+    def __str__(self) -> str:
+        if self.times is None:
+            return f"no ceiling is known: {self.unknown}"
+        return (
+            "no split of the same global batch can make steps more than "
+            f"{self.times:.2f} times as fast as even"
+        )
+
+
+@dataclass(frozen=True)
 class Findings:
     """What comes of a scenario, and of the same without a change that was asked about."""
 
@@ -109,9 +127,8 @@ class Findings:
             if each.refused:
                 yield f"{each.policy} cannot follow: {each.refused}"
         goal = self.scenario.learning and self.scenario.learning.target_samples
-        missed = [each.policy for each in self.outcomes if goal and each.target_s is None]
-        missed = [name for name in missed if name not in self._refused]
-        if missed:
+        ran = [each for each in self.outcomes if not each.refused]
+        if missed := [each.policy for each in ran if goal and each.target_s is None]:
             yield (
                 f"the goal is not reached within {self.scenario.steps:,} steps by "
                 f"{', '.join(missed)}; raise steps"
@@ -127,31 +144,30 @@ class Findings:
             "mode": str(scenario.mode),
             "seed": scenario.seed,
             "error": scenario.error,
-            "ceiling": self.ceiling,
+            "ceiling": self.ceiling.times,
+            "ceiling_unknown": self.ceiling.unknown,
             "outcomes": [_plain(each) for each in self.outcomes],
             "what_if": str(self.what_if) or None,
             "before": [_plain(each) for each in self.before],
         }
 
     @property
-    def ceiling(self) -> float | None:
-        """How many times as fast as even the best split is at the start; None where no step is."""
+    def ceiling(self) -> "Ceiling":
+        """How many times as fast as even the best split makes a step."""
         scenario = self.scenario
         if not isinstance(scenario.mode, Sync):
-            return None
+            return Ceiling(unknown="workers do not wait for each other")
+        if scenario.changes_over_steps:
+            return Ceiling(unknown="the cluster changes, and the best split with it")
         moment = Conditions(scenario).at(0, 0.0)
         if not moment.cluster.is_plain:
-            return None  # the best split is only the best that was found
+            return Ceiling(unknown="the best split is only the best that was found")
         limits = scenario.limits.take(moment.present.tolist())
         even = even_split(len(moment.present), scenario.global_batch)
         if not limits.allow(even):
-            return None
+            return Ceiling(unknown="an even split does not fit")
         _, best_s = moment.cluster.best(scenario.global_batch, limits)
-        return moment.cluster.step_s(even) / best_s
-
-    @property
-    def _refused(self) -> set[str]:
-        return {each.policy for each in self.outcomes if each.refused}
+        return Ceiling(moment.cluster.step_s(even) / best_s)
 
     def _gain(self) -> Iterator[str]:
         """Yield how much faster the fastest is than even."""
@@ -162,11 +178,7 @@ class Findings:
         best = min(known.values(), key=lambda each: _seconds(each, *known.values()))
         ratio = _seconds(even, best) / _seconds(best, even)
         yield f"{best.policy} {_does(even, best)} {self._times(ratio)} as fast as even"
-        if self.ceiling is not None and not self.scenario.changes_over_steps:
-            yield (
-                "no split of the same global batch can make steps more than "
-                f"{self.ceiling:.2f} times as fast as even"
-            )
+        yield str(self.ceiling)
 
     def _difference(self) -> Iterator[str]:
         """Yield what a change brings to each policy."""
@@ -258,16 +270,10 @@ def _pictures(findings: Findings, out: str | None) -> list[str]:
     from poise.cli.simulate_page import write_page
     from poise.cli.simulate_plots import draw_all
 
-    directory = Path(out)
-    drawn = draw_all(findings.scenario, findings.outcomes, directory)
-    page = directory / "index.html"
-    write_page(
-        page,
-        findings.scenario,
-        findings.outcomes,
-        findings.rows(),
-        list(findings.sentences()),
-    )
+    scenario, outcomes = findings.scenario, findings.outcomes
+    drawn = draw_all(scenario, outcomes, Path(out))
+    page = Path(out) / "index.html"
+    write_page(page, scenario, outcomes, findings.rows(), list(findings.sentences()))
     return [str(page), *(str(path) for path in drawn)]
 
 
@@ -296,25 +302,20 @@ def _columns(scenario: Scenario) -> list[str]:
     return [*columns, "cost"] if scenario.prices else columns
 
 
-def _cells(outcome: Outcome, columns: Sequence[str]) -> Iterator[str]:
-    """Yield a policy's row."""
-    for column in columns:
-        if outcome.refused:
-            yield "-"
-        elif column == "step":
-            yield duration(outcome.step_s)
-        elif column == "waiting":
-            yield _percent(outcome.waiting)
-        elif column == "regret":
-            yield _percent(outcome.regret)
-        elif column == "changes":
-            yield f"{outcome.changes:,}"
-        elif column == "to goal":
-            yield "-" if outcome.target_s is None else duration(outcome.target_s)
-        elif column == "worker h":
-            yield three_digits(outcome.worker_hours)
-        else:
-            yield f"{outcome.money or 0.0:,.2f}"
+def _cells(outcome: Outcome, columns: Sequence[str]) -> list[str]:
+    """Return a policy's row."""
+    if outcome.refused:
+        return ["-"] * len(columns)
+    cells = {
+        "step": duration(outcome.step_s),
+        "waiting": _percent(outcome.waiting),
+        "regret": _percent(outcome.regret),
+        "changes": f"{outcome.changes:,}",
+        "to goal": "-" if outcome.target_s is None else duration(outcome.target_s),
+        "worker h": three_digits(outcome.worker_hours),
+        "cost": f"{outcome.money or 0.0:,.2f}",
+    }
+    return [cells[column] for column in columns]
 
 
 def _seconds(outcome: Outcome, *others: Outcome) -> float:

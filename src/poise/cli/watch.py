@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -10,8 +11,9 @@ from poise.cli.requirements import require
 from poise.errors import InvalidSetting
 from poise.script import check_script, run, show_error
 from poise.watch.findings import LITTLE, Findings
-from poise.watch.monitor import Monitor
-from poise.watch.recorder import FIRST_STEPS, Recorder
+
+if TYPE_CHECKING:
+    from poise.watch.monitor import Monitor
 
 MOST_ROWS = 40
 """A longer table is cut; the JSON is not."""
@@ -37,7 +39,10 @@ def watch(
         raise InvalidSetting("watch needs a script; give the path of a Python file")
     check_script(script)
     require("torch", extra="torch")
+    # Not above: these import torch, whose absence is to be told in one line.
     from poise.watch.hooks import watching
+    from poise.watch.monitor import Monitor
+    from poise.watch.recorder import Recorder
 
     report = _Report(as_json)
     monitor = Monitor(Recorder(steps=steps), report.show, every_s=every_s)
@@ -75,7 +80,7 @@ class _Report:
         if not self._as_json:
             _print(self._console, findings)
 
-    def end(self, monitor: Monitor) -> None:
+    def end(self, monitor: "Monitor") -> None:
         """Print what is known when the script is over."""
         complete = monitor.finished
         monitor.leave()
@@ -86,6 +91,8 @@ class _Report:
             if self._as_json:
                 print(json.dumps(None if found is None else found.as_json()), flush=True)
             elif found is None:
+                from poise.watch.recorder import FIRST_STEPS
+
                 self._console.print(
                     f"poise watch: there were too few steps; the first {FIRST_STEPS} do not count",
                     soft_wrap=True,
