@@ -37,9 +37,10 @@ from poise.policy import (
     policy_named,
 )
 from poise.policy.bounds import NO_BOUNDS
-from poise.sim.bsp import Course, Noise, observe, simulate
 from poise.sim.conformance import LAWS, Law, check
+from poise.sim.scenario import Noise
 from poise.sim.scenes import BENDS, CORES, by_cores, walk
+from poise.sim.simulate import Course, observe, simulate
 from poise.sim.truth import Bent, Truth, slowed
 
 GLOBAL = 240

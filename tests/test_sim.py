@@ -26,7 +26,7 @@ from poise.errors import InvalidSetting
 from poise.policy import Auto, Fixed
 from poise.records import Recorder, read_record, replay
 from poise.sim.asp import _Asynchronous
-from poise.sim.bsp import Step, engine_of, synchronous
+from poise.sim.bsp import engine_of, synchronous
 from poise.sim.cluster import Cluster
 from poise.sim.conditions import Conditions
 from poise.sim.learning import Lessons
@@ -35,6 +35,7 @@ from poise.sim.recorded import followed
 from poise.sim.reduction import Ring, Together
 from poise.sim.scenario import Event, Failures, Learning, Noise, Scenario
 from poise.sim.scenario_file import declared_scenario
+from poise.sim.step import Step
 from poise.sim.truth import Bend, Bent
 from poise.toml_file import Toml
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from poise.core.membership import Identity, origins
 from poise.core.observation import Change, Event, Observation
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
@@ -242,7 +243,9 @@ class AsyncEngine:
         engine = revised(engine, gathering=0, resumed=None)
         if self.resumed is None:
             return None, engine
-        decided, engine = engine._changed(_origins(self.resumed, engine.members))
+        before = [Identity(label) for label in self.resumed]
+        now = [Identity(member.label) for member in engine.members]
+        decided, engine = engine._changed(origins(before, now))
         return replace(decided, loaded=self.engine), engine
 
     def leave(self, worker: int, *, done: bool = False) -> tuple[Round | None, "AsyncEngine"]:
@@ -547,15 +550,6 @@ class AsyncEngine:
 def _updated(tally: Tally, staleness: int) -> Tally:
     seen = {**tally.staleness, staleness: tally.staleness.get(staleness, 0) + 1}
     return replace(tally, updates=tally.updates + 1, staleness=seen)
-
-
-def _origins(labels: Sequence[str], members: Sequence[Member]) -> tuple[int | None, ...]:
-    """Return for each worker the one before that it must be: the only one of its label."""
-    now = [member.label for member in members]
-    return tuple(
-        labels.index(label) if labels.count(label) == now.count(label) == 1 else None
-        for label in now
-    )
 
 
 def _observation(number: int, reports: Sequence[Sequence[Report]]) -> Observation:

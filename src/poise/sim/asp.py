@@ -17,11 +17,12 @@ from poise.engine.asp import AsyncEngine, Report, Round, Share
 from poise.engine.modes import Async, Stale
 from poise.policy import Policy
 from poise.records import Recorder
-from poise.sim.bsp import Step, engine_of
+from poise.sim.bsp import engine_of
 from poise.sim.cluster import Cluster
 from poise.sim.conditions import Conditions, Moment, Scatter
 from poise.sim.learning import Lessons
 from poise.sim.scenario import Scenario
+from poise.sim.step import Step
 
 Kind = Literal["arrive", "apply"]
 

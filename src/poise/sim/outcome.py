@@ -14,8 +14,9 @@ from poise.errors import InfeasibleSplit, InvalidSetting
 from poise.policy import Policy
 from poise.records import Recorder
 from poise.sim.asp import asynchronous
-from poise.sim.bsp import Step, engine_of, synchronous
+from poise.sim.bsp import engine_of, synchronous
 from poise.sim.scenario import Scenario
+from poise.sim.step import Step
 
 _POINTS = 400
 """Of a course that is kept for pictures."""
