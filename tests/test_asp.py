@@ -21,10 +21,12 @@ from poise.core.staleness import (
     stable_part,
     update_shares,
 )
-from poise.engine.asp import AsyncEngine, Report, Share, Tally
+from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
+from poise.engine.member import Share, Tally
 from poise.engine.modes import Async, Mode, Stale, Sync, mode_of
 from poise.engine.pool import Pool, count_of
+from poise.engine.report import Report
 from poise.errors import Disagreement, InvalidSetting, StateMismatch
 from poise.policy import Even, Fixed, Policy, policy_named
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from poise.core.order import DrawnOrder, Order
-from poise.engine.asp import AsyncEngine, Round, Share
+from poise.engine.asp import AsyncEngine
+from poise.engine.member import Share
 from poise.engine.modes import Stale
+from poise.engine.round import Round
 from poise.errors import Disagreement, PoiseError
 from poise.records import Recorder
 from poise.torch.asynchronous.flat import Flat

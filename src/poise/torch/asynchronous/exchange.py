@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from poise.core.batch import Batch
 from poise.core.timing import Floats
-from poise.engine.asp import Report
+from poise.engine.report import Report
 from poise.errors import Disagreement, OutOfOrder, PoiseWarning, ServerLost
 from poise.torch.asynchronous.buffers import OtherBuffers
 from poise.torch.asynchronous.flat import Flat

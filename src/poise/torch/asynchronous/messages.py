@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poise.engine.asp import Report
 from poise.engine.pool import Ranges, count_of
+from poise.engine.report import Report
 from poise.errors import Disagreement
 
 _LARGEST_COUNT = 1e18
