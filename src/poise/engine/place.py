@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from poise.core.plain import whole_in
 from poise.engine.pool import Ranges
 from poise.errors import StateMismatch
 
@@ -25,7 +26,7 @@ class Place:
     def of(state: Mapping[str, Any], length: int) -> "Place":
         """Read the place from a state, in epochs of so many samples; raise if it is damaged."""
         whole = {
-            name: _whole(state, name)
+            name: whole_in(state, name)
             for name in ("epoch", "position", "updates", "samples", "step")
         }
         try:
@@ -42,13 +43,3 @@ class Place:
                 f"epochs of {length} samples; load the state of this training"
             )
         return Place(returned=returned, **whole)
-
-
-def _whole(state: Mapping[str, Any], key: str) -> int:
-    value = state.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise StateMismatch(
-            f"the state has {key}={value!r}, which is not a whole number from 0; "
-            "it is damaged, load another one"
-        )
-    return value

@@ -143,13 +143,6 @@ class _Asynchronous:
                 return
             self._come_and_go()
 
-    @property
-    def staleness(self) -> dict[int, float]:
-        """The mean staleness of each worker that made an update."""
-        tallies = {member.worker: member.tally for member in self._engine.members}
-        tallies = {**self._engine.gone, **tallies}
-        return {worker: each.mean_staleness for worker, each in tallies.items() if each.updates}
-
     def _fresh(self) -> _Window:
         return _Window(self._agenda.clock_s, 0, np.zeros(self._scenario.workers))
 
