@@ -11,8 +11,6 @@ from asynchronous_tasks import BALANCED, DAMPED, SYNC, UNIFORM, WORKERS, speeds
 from figures import Figure, Interval, bootstrap
 from rich.table import Table
 
-from poise.core.staleness import expected_staleness
-
 RECOVERED_BAR = 0.9
 STALENESS_BAR = 0.2
 LEAST_COST = 1.0
@@ -127,12 +125,12 @@ def notes(found: Found) -> dict[str, str]:
         gained = bootstrap(found.gained(last))
         result[f"HL{last}: heterogeneity costs uniform, points"] = _shown(cost)
         result[f"HL{last}: balanced - uniform, points"] = _shown(gained)
-    expected = expected_staleness([1 / each for each in cores])
+    expected = [sum(cores) / each - 1 for each in cores]
     uniform, balanced = (found.staleness(last, kind) for kind in (UNIFORM, BALANCED))
     damped = found.staleness(last, DAMPED) if DAMPED in found.amount.kinds else []
     result |= {
         f"HL{last}: mean staleness of each worker, uniform": f"{_list(uniform)} "
-        f"(by the quotas alone {_list(expected.tolist())}), off {_deviation(uniform):.0%}",
+        f"(by the quotas alone {_list(expected)}), off {_deviation(uniform):.0%}",
         f"HL{last}: balanced": _list(balanced) + (f", damped {_list(damped)}" if damped else ""),
     }
     return result

@@ -42,11 +42,11 @@ from rich.console import Console
 from rich.table import Table
 
 from poise.records import read_record
-from poise.sim.bsp import Step
 from poise.sim.calibration import calibrated, scenario_text
 from poise.sim.outcome import steps_of
 from poise.sim.scenario import Scenario
 from poise.sim.scenario_file import declared_scenario, read_scenario
+from poise.sim.step import Step
 from poise.toml_file import Toml
 
 POLICIES = ("even", "proportional", "lbbsp", "optperf", "auto")

@@ -37,8 +37,9 @@ from rich.table import Table
 
 from poise.core.timing import SpeedModel
 from poise.policy import Auto, Even, LbBsp, OptPerf, Policy, Proportional, Static
-from poise.sim.bsp import Noise, simulate
+from poise.sim.scenario import Noise
 from poise.sim.scenes import BENDS, CORES, by_cores, walk
+from poise.sim.simulate import simulate
 from poise.sim.truth import Truth
 
 GLOBAL_BATCH = 240

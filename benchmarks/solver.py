@@ -62,7 +62,7 @@ from poise.core.split import Optimum, Split, apportion, even_split, optimal_spli
 from poise.core.timing import SpeedModel
 from poise.engine.bsp import Engine
 from poise.policy import Auto
-from poise.sim.bsp import observe
+from poise.sim.simulate import observe
 
 WORKERS = (10, 100, 1000, 10_000)
 BUCKETS = (2, 16)

@@ -138,7 +138,9 @@ class Membership:
             return self.teams[after + 1]
 
 
-def train_and_lose(membership: Membership, policy: Any, lost: int, at_step: int, worker: int) -> Any:
+def train_and_lose(
+    membership: Membership, policy: Any, lost: int, at_step: int, worker: int
+) -> Any:
     """Train; the lost worker goes without a word while the others wait for its gradient."""
     team = membership.teams[0]
     model = Linear(first_weights())

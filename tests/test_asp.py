@@ -15,16 +15,16 @@ from poise.core.batch import batches
 from poise.core.observation import Observation
 from poise.core.plan import Plan
 from poise.core.staleness import (
-    expected_staleness,
     lowered_momentum,
     rate_factor,
     stable_part,
-    update_shares,
 )
-from poise.engine.asp import AsyncEngine, Report, Share, Tally
+from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
+from poise.engine.member import Share, Tally
 from poise.engine.modes import Async, Mode, Stale, Sync, mode_of
 from poise.engine.pool import Pool, count_of
+from poise.engine.report import Report
 from poise.errors import Disagreement, InvalidSetting, StateMismatch
 from poise.policy import Even, Fixed, Policy, policy_named
 
@@ -37,19 +37,6 @@ def begun(
     for worker in range(1, workers + 1):
         _, engine = engine.join(worker)
     return engine
-
-
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20))
-def test_mean_staleness_is_one_less_than_the_workers(times_s: list[float]) -> None:
-    mean = float(update_shares(times_s) @ expected_staleness(times_s))
-    assert mean == pytest.approx(len(times_s) - 1)
-
-
-def test_heterogeneity_8_has_a_tail_and_equal_times_have_none() -> None:
-    stale = expected_staleness([1 / 0.178, 1 / 0.178, 1 / 0.119, 1 / 0.9])
-    assert stale.max() > 9.0
-    assert stale.min() < 0.6
-    assert expected_staleness([2.0] * 4).tolist() == [3.0] * 4
 
 
 def test_a_push_counts_by_share_and_less_the_staler_it_is() -> None:

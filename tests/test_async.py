@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from poise import __version__
 from poise.core.staleness import lowered_momentum
-from poise.engine.asp import AsyncEngine, Report
+from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
+from poise.engine.report import Report
 from poise.errors import (
     Disagreement,
     InvalidSetting,

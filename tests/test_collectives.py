@@ -116,7 +116,7 @@ def test_texts_are_there_for_all_and_the_last_counts(run: Run) -> None:
         assert found == ["größer 0", "größer 1", "größer 2"]
 
 
-def leaves_early(collectives: Collectives, rendezvous: Rendezvous) -> str:
+def leaves_early(collectives: Collectives, _: Rendezvous) -> str:
     """Worker 1 goes; the others wait for it."""
     collectives.sum(np.zeros(1)).wait()
     if collectives.worker == 1:
@@ -130,9 +130,7 @@ def leaves_early(collectives: Collectives, rendezvous: Rendezvous) -> str:
 
 def test_who_waits_for_a_worker_that_is_gone_is_told_so_on_threads() -> None:
     team, rendezvous = Team(3), ThreadRendezvous()
-    found = on_threads(
-        team, lambda each: leaves_early(team.control.collectives(each), rendezvous)
-    )
+    found = on_threads(team, lambda each: leaves_early(team.control.collectives(each), rendezvous))
     assert found[0] == found[2] == "disconnected, timed out: False"
 
 

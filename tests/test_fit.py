@@ -11,8 +11,8 @@ from poise.core.observation import Observation
 from poise.core.plain import from_plain, to_json
 from poise.core.timing import SpeedModel
 from poise.errors import InvalidSetting, StateMismatch
-from poise.sim.bsp import observe
 from poise.sim.scenes import CORES, by_cores
+from poise.sim.simulate import observe
 
 MANY = 500
 

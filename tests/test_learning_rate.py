@@ -11,7 +11,6 @@ from poise.core.learning_rate import (
     Adjustment,
     adjustment,
     gain,
-    legw_warmup,
     ramp,
     steady_gain,
 )
@@ -134,25 +133,6 @@ def test_a_ramp_takes_as_long_as_momentum_remembers(momentum: float, steps: int)
         assert ramp(1.0, 2.0, steps - 2, momentum) < 2.0
 
 
-@given(batch=sizes, start=sizes, warmup=st.floats(0.01, 10), samples=st.floats(1, 1e6))
-def test_warmup_takes_the_same_number_of_steps_at_any_batch(
-    batch: int, start: int, warmup: float, samples: float
-) -> None:
-    """An epoch of N samples has N / B steps; kappa times the epochs are as many steps."""
-    steps = warmup * samples / start
-    for part in (0.0, 0.25, 0.75):
-        epochs = part * steps * batch / samples
-        found = legw_warmup(epochs, warmup_epochs=warmup, batch=batch, start=start)
-        assert found == pytest.approx(part)
-    later = 1.01 * steps * batch / samples
-    assert legw_warmup(later, warmup_epochs=warmup, batch=batch, start=start) == 1.0
-    assert adjustment("legw", batch=batch, start=start).warmup_factor == batch / start
-
-
-def test_no_warmup_is_over_at_once() -> None:
-    assert legw_warmup(0.0, warmup_epochs=0.0, batch=128, start=64) == 1.0
-
-
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
@@ -183,5 +163,3 @@ def test_other_wrong_numbers_are_refused() -> None:
         ramp(1.0, 2.0, 3, momentum=1.0)
     with pytest.raises(InvalidSetting, match="steps_since=-1"):
         ramp(1.0, 2.0, -1, momentum=0.9)
-    with pytest.raises(InvalidSetting, match="epochs=-1"):
-        legw_warmup(-1, warmup_epochs=1, batch=128, start=64)

@@ -37,10 +37,12 @@ from poise.policy import (
     policy_named,
 )
 from poise.policy.bounds import NO_BOUNDS
-from poise.sim.bsp import Course, Noise, observe, simulate
 from poise.sim.conformance import LAWS, Law, check
+from poise.sim.scenario import Noise
 from poise.sim.scenes import BENDS, CORES, by_cores, walk
+from poise.sim.simulate import Course, observe, simulate
 from poise.sim.truth import Bent, Truth, slowed
+from tests.lines import two_lines
 
 GLOBAL = 240
 ONLINE: list[Auto | Proportional | LbBsp | OptPerf] = [
@@ -180,10 +182,10 @@ def test_lbbsp_moves_a_fixed_number_of_samples_at_a_time() -> None:
 
 def test_optperf_learns_two_epochs_and_then_is_optimal() -> None:
     """Without noise its two lines are the truth, and the third epoch has the best split."""
-    model = SpeedModel.two_lines(
+    model = two_lines(
         [(0.001, 0.004), (0.002, 0.003), (0.004, 0.002)],
         [(0.002, 0.008), (0.004, 0.006), (0.008, 0.004)],
-        0.3,
+        (0.3, 1.0),
         (0.010, 0.004),
     )
     course = simulate(OptPerf(), lambda _: model, global_batch=120, steps=80, epoch_steps=20)
@@ -474,10 +476,10 @@ def test_a_loader_that_cannot_keep_up_is_a_limit_and_not_a_slope() -> None:
 
 def test_communication_is_part_of_the_best_split() -> None:
     """Where the reduction hides compute, equal compute times are not the best split."""
-    model = SpeedModel.two_lines(
+    model = two_lines(
         [(0.0002, 0.002)] * 3 + [(0.001, 0.002)],
         [(0.0004, 0.004)] * 3 + [(0.002, 0.004)],
-        0.2,
+        (0.2, 1.0),
         (0.060, 0.004),
     )
     course = simulate(

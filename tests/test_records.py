@@ -27,8 +27,8 @@ from poise.policy import (
     Static,
 )
 from poise.records import Recorder, read_record, replay
-from poise.sim.bsp import observe
 from poise.sim.scenes import CORES, by_cores
+from poise.sim.simulate import observe
 from poise.torch import Balancer
 from tests.cluster import Workers
 from tests.test_exactness import EXACT

@@ -15,7 +15,7 @@ import pytest
 from poise.cli.main import main
 from poise.cli.serve import invitation
 from poise.cli.serve_board import MOST_BARS, ServeBoard, as_text, bars, picture, title
-from poise.engine.asp import Tally
+from poise.engine.member import Tally
 from poise.environment import for_joining, for_server
 from poise.errors import InvalidSetting
 from poise.lab import Lab

@@ -19,14 +19,13 @@ from poise.core.cluster import Network
 from poise.core.goodput import best_batch, goodput
 from poise.core.noise import GroupSums, summed_noise_scale
 from poise.core.split import even_split, optimal_split
-from poise.core.staleness import expected_staleness, update_shares
 from poise.core.timing import Floats, SpeedModel
 from poise.engine.modes import mode_of
 from poise.errors import InvalidSetting
 from poise.policy import Auto, Fixed
 from poise.records import Recorder, read_record, replay
 from poise.sim.asp import _Asynchronous
-from poise.sim.bsp import Step, engine_of, synchronous
+from poise.sim.bsp import engine_of, synchronous
 from poise.sim.cluster import Cluster
 from poise.sim.conditions import Conditions
 from poise.sim.learning import Lessons
@@ -35,8 +34,10 @@ from poise.sim.recorded import followed
 from poise.sim.reduction import Ring, Together
 from poise.sim.scenario import Event, Failures, Learning, Noise, Scenario
 from poise.sim.scenario_file import declared_scenario
+from poise.sim.step import Step
 from poise.sim.truth import Bend, Bent
 from poise.toml_file import Toml
+from tests.lines import two_lines
 
 ROUNDING = 1e-12
 LINE: dict[str, Any] = {"forward_s": [0.0004, 0.004], "backward_s": [0.0008, 0.006]}
@@ -83,7 +84,7 @@ def test_a_constant_cluster_takes_what_theory_says(
         policies=["fixed"],
         split=split,
     )
-    model = SpeedModel.two_lines([a for a, _ in workers], [b for _, b in workers], ready, bucket_s)
+    model = two_lines([a for a, _ in workers], [b for _, b in workers], ready, bucket_s)
     for step in run(made, "fixed"):
         assert math.isclose(step.lasts_s, model.step_s(split), rel_tol=ROUNDING)
         assert math.isclose(step.clean_s, step.lasts_s, rel_tol=ROUNDING)
@@ -595,10 +596,11 @@ def test_asynchronous_shares_and_staleness_are_those_of_theory(policy: str) -> N
     times = made.model.ready_s(np.array(last.split, dtype=float))[:, -1]
     members = training._engine.members
     updates = np.array([member.tally.updates for member in members])
-    found = np.array([training.staleness[worker] for worker in range(3)])
+    found = np.array([member.tally.mean_staleness for member in members])
     if policy == "even":
-        assert np.allclose(updates / updates.sum(), update_shares(times.tolist()), atol=0.01)
-        assert np.allclose(found, expected_staleness(times.tolist()), rtol=0.05)
+        rates = 1 / times
+        assert np.allclose(updates / updates.sum(), rates / rates.sum(), atol=0.01)
+        assert np.allclose(found, times * rates.sum() - 1, rtol=0.05)
     else:
         assert found.max() < 1.2 * found.min()
     assert math.isclose(float(updates @ found / updates.sum()), 2.0, abs_tol=0.05)
@@ -652,7 +654,8 @@ def test_with_a_server_a_loader_is_a_limit_too() -> None:
     training = _Asynchronous(made, made.policy("auto"), None)
     last = list(training.steps())[-1]
     assert last.split[2] < 0.4 * last.split[0]
-    assert max(training.staleness.values()) < 3.5
+    members = training._engine.members
+    assert max(member.tally.mean_staleness for member in members) < 3.5
 
 
 def test_a_slow_server_holds_all_workers_up() -> None:

@@ -15,6 +15,7 @@ from scipy.sparse import csr_array
 
 import poise
 from poise import Network, Worker
+from poise.core.cluster import speed_model
 from poise.core.limits import Limits
 from poise.core.plan import Forecast, best_plan
 from poise.core.planning import worth_of
@@ -522,7 +523,9 @@ def test_two_lines_keep_cannikins_criterion(
     local: int,
 ) -> None:
     """Compute-bound when (1 - gamma) P >= T_o, and the step is what section 3 says it is."""
-    model = SpeedModel.two_lines([forward], [backward], gamma, (overlapping_s, 0.004))
+    worker = Worker(forward_s=forward, backward_s=backward)
+    network = Network(ready=(gamma, 1.0), bucket_s=(overlapping_s, 0.004))
+    model = speed_model([worker], network)
     a, p = (per_sample * local + fixed for per_sample, fixed in (forward, backward))
     hidden = (1 - gamma) * p - overlapping_s
     expected = a + p + 0.004 if hidden >= 0 else a + gamma * p + overlapping_s + 0.004
@@ -602,12 +605,6 @@ NAN = float("nan")
         (lambda: SpeedModel.of([0.1, 0.1], [1, 0]), "worker 1 takes no time per sample"),
         (lambda: SpeedModel.of([0.1], [1], micro_batch=0), "micro_batch is 0.0"),
         (lambda: SpeedModel.of([0.1], [1], micro_batch=NAN), "micro_batch is nan"),
-        (lambda: SpeedModel.two_lines([], [], 0.5, (1, 1)), "one pair of each per worker"),
-        (
-            lambda: SpeedModel.two_lines([(1, 1)], [(1, 1), (1, 1)], 0.5, (1, 1)),
-            "forward_s .* backward_s",
-        ),
-        (lambda: SpeedModel.two_lines([(1, 1)], [(1, 1)], 0.5, (1,)), "reduction time per bucket"),
         (lambda: SpeedModel.proportional([1, 0]), "above 0"),
         (lambda: SpeedModel.proportional([]), "above 0"),
         (lambda: Limits.of(0), "0 workers; a cluster needs at least 1"),

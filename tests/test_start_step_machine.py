@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poise.core.batch import Batch
@@ -175,6 +175,7 @@ worlds = st.builds(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(worlds)
 def test_all_workers_cut_the_same_splits_in_any_order_of_events(world: World) -> None:
     world.run(STEPS)
@@ -185,6 +186,7 @@ def test_all_workers_cut_the_same_splits_in_any_order_of_events(world: World) ->
     assert world.workers[0].cut == {step: timetable.at(step).split for step in world.workers[0].cut}
 
 
+@settings(max_examples=60, deadline=None)
 @given(worlds)
 def test_every_batch_is_told_once_and_soon(world: World) -> None:
     world.run(STEPS)
@@ -195,6 +197,7 @@ def test_every_batch_is_told_once_and_soon(world: World) -> None:
     assert len(machine.unreported) <= SELDOM + world.lag
 
 
+@settings(max_examples=60, deadline=None)
 @given(worlds)
 def test_what_is_decided_is_announced_as_it_is_and_in_time(world: World) -> None:
     """Its start step is computed once: that of the exchange it goes out with, plus the delay."""
@@ -229,6 +232,7 @@ def test_plans_under_way_count_for_the_start_step(
     assert sent.plan == plan == Plan(SPLITS[2], next_post + 10)
 
 
+@settings(max_examples=60, deadline=None)
 @given(worlds, st.integers(0, STEPS))
 def test_a_copy_goes_on_as_the_original_does(world: World, at: int) -> None:
     world.run(at)
@@ -240,6 +244,7 @@ def test_a_copy_goes_on_as_the_original_does(world: World, at: int) -> None:
     world.check()
 
 
+@settings(max_examples=60, deadline=None)
 @given(worlds, st.lists(st.integers(1, 15), max_size=6), st.booleans())
 def test_after_a_step_was_given_up_copies_of_worker_0_agree(
     world: World, runs: list[int], reduced: bool
@@ -256,6 +261,7 @@ def test_after_a_step_was_given_up_copies_of_worker_0_agree(
     world.check()
 
 
+@settings(max_examples=60, deadline=None)
 @given(worlds, st.lists(st.integers(1, 15), max_size=6))
 def test_after_a_pass_is_left_nothing_needs_to_be_copied(world: World, runs: list[int]) -> None:
     for steps in runs:

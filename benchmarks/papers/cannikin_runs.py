@@ -8,9 +8,9 @@ import numpy as np
 from cannikin_setup import SYSTEMS, Case
 
 from poise.core.split import even_split
-from poise.sim.bsp import Step
 from poise.sim.outcome import outcome_of
 from poise.sim.scenario import Scenario
+from poise.sim.step import Step
 
 
 @dataclass(frozen=True)

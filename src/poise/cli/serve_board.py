@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from poise.engine.asp import Tally
+    from poise.engine.member import Tally
     from poise.torch.asynchronous.service import Service
 
 EVERY_S = 10.0

@@ -19,11 +19,11 @@ from poise.core.split import even_split
 from poise.engine.modes import Sync
 from poise.errors import InvalidSetting
 from poise.policy.naming import KINDS
-from poise.sim.bsp import Step
 from poise.sim.conditions import Conditions
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario
 from poise.sim.scenario_file import MOST_STEPS, declared_scenario
+from poise.sim.step import Step
 from poise.sim.what_if import WhatIf
 from poise.toml_file import nearest, read_toml
 

@@ -27,9 +27,9 @@ from poise.cli.requirements import require
 from poise.core.timing import Floats
 from poise.engine.modes import Sync
 from poise.errors import InvalidSetting
-from poise.sim.bsp import Step
 from poise.sim.outcome import Outcome, Point
 from poise.sim.scenario import Event, Scenario
+from poise.sim.step import Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

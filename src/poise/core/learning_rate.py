@@ -9,8 +9,8 @@ kappa = B / B0; S and G2 the averages of `poise.core.noise`.
     sqrt       sqrt(kappa)            1 - beta' = kappa (1 - beta), eps' = eps / sqrt(kappa);
                                       Malladi et al. 2022, arXiv 2205.10287; for the Adam family
     linear     kappa                  Goyal et al. 2017, arXiv 1706.02677
-    legw       sqrt(kappa)            warm-up kappa times as many epochs long;
-                                      You et al. 2019, arXiv 1901.08433
+    legw       sqrt(kappa)            You et al. 2019, arXiv 1901.08433; the warm-up, kappa times
+                                      as many epochs long there, is the user's schedule
     none       1
 
 With B = B0 no rule changes anything.
@@ -43,8 +43,6 @@ class Adjustment:
     """On 1 - beta, for each of Adam's betas."""
     eps_factor: float = 1.0
     """On Adam's eps."""
-    warmup_factor: float = 1.0
-    """On the number of warm-up epochs."""
 
     def lr(self, lr: float) -> float:
         """Return the learning rate to use for the user's lr."""
@@ -79,7 +77,7 @@ def adjustment(rule: str, *, batch: float, start: float, gain: float | None = No
         case "linear":
             return Adjustment(kappa)
         case "legw":
-            return Adjustment(math.sqrt(kappa), warmup_factor=kappa)
+            return Adjustment(math.sqrt(kappa))
         case "none":
             return Adjustment(1.0)
     raise unknown_rule("rule", rule)
@@ -154,25 +152,6 @@ def ramp(old: float, new: float, steps_since: int, momentum: float) -> float:
     done = (steps_since + 1) * (1 - momentum)
     # 10 steps of 1 - 0.9 fall short of 1 by rounding.
     return new if done >= 1 - 1e-9 else old + (new - old) * done
-
-
-def legw_warmup(epochs: float, *, warmup_epochs: float, batch: float, start: float) -> float:
-    """Return LEGW's factor on the learning rate after so many epochs.
-
-    A straight line from 0 to 1 over kappa times the warm-up epochs of the start, that is over
-    the same number of steps. It comes on top of the sqrt(kappa) of the rule.
-
-    >>> legw_warmup(1.0, warmup_epochs=0.5, batch=256, start=64)
-    0.5
-    """
-    kappa = _kappa(batch, start)
-    if not (0 <= epochs < math.inf and 0 <= warmup_epochs < math.inf):
-        raise InvalidSetting(
-            f"epochs={epochs} and warmup_epochs={warmup_epochs} are not both finite numbers "
-            "from 0 up; count epochs from the start of training"
-        )
-    length = kappa * warmup_epochs
-    return epochs / length if epochs < length else 1.0
 
 
 def _kappa(batch: float, start: float) -> float:

@@ -54,6 +54,17 @@ def from_plain(kind: type[T], data: Any) -> T:
     return found
 
 
+def whole_in(state: Mapping[str, Any], key: str) -> int:
+    """Return a whole number from 0 that a saved state has, or raise StateMismatch."""
+    value = state.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StateMismatch(
+            f"the state has {key}={value!r}, which is not a whole number from 0; "
+            "it is damaged, load another one"
+        )
+    return value
+
+
 def to_json(value: Any) -> str:
     """Return the value as one line of standard JSON."""
     return json.dumps(to_plain(value), allow_nan=False, separators=(",", ":"))

@@ -10,32 +10,6 @@ tail, not the mean.
 """
 
 import math
-from collections.abc import Sequence
-
-import numpy as np
-
-from poise.core.refusal import refuse
-from poise.core.timing import Floats
-
-
-def update_shares(times_s: Sequence[float]) -> Floats:
-    """Return each worker's part of all updates.
-
-    >>> update_shares([1.0, 1.0, 2.0]).tolist()
-    [0.4, 0.4, 0.2]
-    """
-    rates = 1 / _checked(times_s)
-    return np.asarray(rates / rates.sum())
-
-
-def expected_staleness(times_s: Sequence[float]) -> Floats:
-    """Return each worker's mean staleness in updates.
-
-    >>> expected_staleness([1.0, 1.0, 1.0, 1.0]).tolist()
-    [3.0, 3.0, 3.0, 3.0]
-    """
-    times = _checked(times_s)
-    return np.asarray(times * (1 / times).sum() - 1)
 
 
 def usual_staleness(workers: int, *, ahead: bool = False) -> int:
@@ -93,9 +67,3 @@ def lowered_momentum(momentum: float, staleness: float) -> float:
         return momentum
     late = max(0.0, momentum / (1 - momentum) - staleness)
     return late / (1 + late)
-
-
-def _checked(times_s: Sequence[float]) -> Floats:
-    times = np.asarray(times_s, dtype=np.float64)
-    refuse(~(times > 0), times, "times_s", "above 0; give seconds of an iteration")
-    return times

@@ -12,10 +12,11 @@ Notation: worker i, bucket j of K, b samples on a worker.
     T        = max_i tau_i(b_i)                       the step time
 
 A collective starts when the last worker reaches it, and buckets go one after another: hence the
-maximum. Cannikin (arXiv 2402.05302, section 3) is the case K = 2; `two_lines` makes it.
+maximum. Cannikin (arXiv 2402.05302, section 3) is the case K = 2;
+`poise.core.cluster.Worker.lines` makes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
@@ -63,8 +64,8 @@ class StepTimes(Protocol):
 class SpeedModel:
     """The ready lines of all workers, the reduction, and the loaders, as arrays.
 
-    >>> model = SpeedModel.two_lines([(0.001, 0.01)], [(0.002, 0.02)], 0.5, (0.02, 0.004))
-    >>> model.local_s([20])  # 30 ms of forward, 60 ms of backward, 4 ms for the last bucket
+    >>> model = SpeedModel.of([[0.02, 0.03]], [[0.002, 0.003]], (0.02, 0.004))
+    >>> model.local_s([20])  # 90 ms until the last bucket is handed over, 4 ms for its reduction
     array([0.094])
     >>> model.bounds([20]), model.bounds([2])
     (('compute',), ('communication',))
@@ -124,29 +125,6 @@ class SpeedModel:
                 "give it a per_sample_s above 0"
             )
         return SpeedModel(fixed, rise, buckets, limits, most)
-
-    @staticmethod
-    def two_lines(
-        forward_s: Sequence[tuple[float, float]],
-        backward_s: Sequence[tuple[float, float]],
-        ready: float | Sequence[float],
-        bucket_s: Sequence[float],
-        **limits: ArrayLike,
-    ) -> "SpeedModel":
-        """Return the papers' form: forward a = q b + s, backward P = k b + m, rho_j of it done.
-
-        alpha_ij = s_i + rho_j m_i and beta_ij = q_i + rho_j k_i. A single number for ready is
-        Cannikin's gamma: rho = (gamma, 1).
-        """
-        done = np.array([ready, 1.0] if isinstance(ready, int | float) else ready)
-        forward, backward = np.array(forward_s, dtype=float), np.array(backward_s, dtype=float)
-        if forward.ndim != 2 or forward.shape != backward.shape:  # noqa: PLR2004
-            raise InvalidSetting(
-                f"forward_s is {forward.shape} and backward_s {backward.shape}; give one pair of "
-                "each per worker: seconds per sample, fixed seconds"
-            )
-        lines = forward[:, :, None] + backward[:, :, None] * done
-        return SpeedModel.of(lines[:, 1], lines[:, 0], bucket_s, **limits)
 
     @staticmethod
     def proportional(speeds: ArrayLike) -> "SpeedModel":

@@ -16,145 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from poise.core.observation import Change, Event, Observation
+from poise.core.membership import Identity, origins
+from poise.core.observation import Change, Event
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
 from poise.core.split import apportion
 from poise.core.staleness import rate_factor, stable_part, usual_staleness
-from poise.core.timing import Floats
 from poise.engine.bsp import Engine
+from poise.engine.member import Group, Member, Share, Tally
 from poise.engine.modes import Async, Stale
-from poise.engine.pool import Pool, Ranges, count_of
-from poise.errors import Disagreement, OutOfOrder, StateMismatch
+from poise.engine.place import Place
+from poise.engine.pool import Pool, count_of
+from poise.engine.report import Report, observation_of
+from poise.engine.round import Round
+from poise.errors import OutOfOrder
 
 _MOST_REPORTS = 64
 """Of a worker in one round: the last ones, while another takes its time."""
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
-_MOST_BYTES = 1e18
-
-
-@dataclass(frozen=True)
-class Share:
-    """A local batch that is a worker's to compute."""
-
-    number: int
-    """Counted over the whole training."""
-    epoch: int
-    step: int
-    """With a bound: the step that it is part of. Without: the worker's own step."""
-    ranges: Ranges
-    part: float
-    """The worker's part of the global batch as planned; a smaller last batch counts in full."""
-
-    @property
-    def samples(self) -> int:
-        """How many there are."""
-        return count_of(self.ranges)
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What one worker contributed so far."""
-
-    updates: int = 0
-    samples: int = 0
-    dropped: int = 0
-    """Pushes that were not finite."""
-    staleness: Mapping[int, int] = field(default_factory=dict)
-    """How many of its updates were so stale."""
-    waited_s: float = 0.0
-    """Seconds that its pushes waited: for the server, and with a bound for other workers."""
-
-    @property
-    def mean_staleness(self) -> float:
-        """The mean over its updates; NaN before the first."""
-        total = sum(self.staleness.values())
-        stale = sum(updates * count for updates, count in self.staleness.items())
-        return stale / total if total else float("nan")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a worker measured in one iteration; NaN: it did not."""
-
-    samples: int
-    iteration_s: float = float("nan")
-    """Without what it waited for the server, for others, or for input."""
-    wait_s: float = float("nan")
-    load_s: float = float("nan")
-    input_s: float = float("nan")
-    memory_bytes: float = float("nan")
-    memory_limit_bytes: float = float("nan")
-
-    def is_possible(self, global_batch: int) -> bool:
-        """Whether a worker can have measured this; what is learned from must be a time."""
-        times_s = (self.iteration_s, self.wait_s, self.load_s, self.input_s)
-        sizes = (self.memory_bytes, self.memory_limit_bytes)
-        return (
-            0 <= self.samples <= global_batch
-            and not 0 < self.iteration_s < _SHORTEST_S  # others may be what rounding leaves
-            and all(np.isnan(time_s) or 0 <= time_s <= _LONGEST_S for time_s in times_s)
-            and all(np.isnan(size) or 0 <= size <= _MOST_BYTES for size in sizes)
-        )
-
-
-@dataclass(frozen=True)
-class Member:
-    """One worker as the server knows it."""
-
-    worker: int
-    label: str = ""
-    """Host and kind of device, by which its speed is known again after a resume."""
-    epoch: int = 0
-    """The one that it last asked for samples of."""
-    steps: int = 0
-    """Local batches that it was given."""
-    cut: tuple[Share, ...] = ()
-    """Its parts of steps that others have begun, and that it has not asked for."""
-    out: tuple[Share, ...] = ()
-    """Handed out and not pushed, in their order."""
-    reports: tuple[Report, ...] = ()
-    """Of this round, all with the same local batch."""
-    tally: Tally = field(default_factory=Tally)
-
-    @property
-    def unpushed(self) -> tuple[Share, ...]:
-        """Everything that waits for its push."""
-        return (*self.out, *self.cut)
-
-
-@dataclass(frozen=True)
-class Group:
-    """With a bound: the pushes of one step."""
-
-    expected: frozenset[int]
-    """Workers that take part."""
-    arrived: Mapping[int, int] = field(default_factory=dict)
-    """The number of the local batch that each of them pushed."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of them are there."""
-        return self.expected <= self.arrived.keys()
-
-    def without(self, worker: int) -> "Group":
-        """Return the group that does not wait for a worker; what it pushed still counts."""
-        return replace(self, expected=self.expected - {worker})
-
-    def empty(self) -> bool:
-        """Whether nothing is there, and nothing comes."""
-        return not (self.expected or self.arrived)
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a decision was made on, for the record."""
-
-    events: tuple[Event, ...]
-    start_step: int
-    plan: Plan | None
-    loaded: Engine | None = None
-    """The engine of before a resume, from which this one goes on."""
 
 
 @dataclass(frozen=True)
@@ -242,22 +120,18 @@ class AsyncEngine:
         engine = revised(engine, gathering=0, resumed=None)
         if self.resumed is None:
             return None, engine
-        decided, engine = engine._changed(_origins(self.resumed, engine.members))
+        before = [Identity(label) for label in self.resumed]
+        now = [Identity(member.label) for member in engine.members]
+        decided, engine = engine._changed(origins(before, now))
         return replace(decided, loaded=self.engine), engine
 
     def leave(self, worker: int, *, done: bool = False) -> tuple[Round | None, "AsyncEngine"]:
         """A worker is gone, perhaps because it was done: what it did not push is free again."""
         place = self._place(worker)
         member = self.members[place]
-        pool = self.pool
-        for share in member.unpushed:
-            pool = pool.give_back(share.number)
-        groups = {step: group.without(worker) for step, group in self.groups.items()}
         left = revised(
-            self,
-            pool=pool,
+            self._without(member.unpushed, worker),
             members=self.members[:place] + self.members[place + 1 :],
-            groups={step: group for step, group in groups.items() if not group.empty()},
             gone={**self.gone, worker: member.tally},
         )
         if self.gathering:
@@ -280,9 +154,8 @@ class AsyncEngine:
                 return None, engine
             member = engine.members[place]
             share, *rest = member.cut
-            return share, engine._with(
-                place, revised(member, cut=tuple(rest), out=(*member.out, share))
-            )
+            handed = revised(member, cut=tuple(rest), out=(*member.out, share))
+            return share, engine._with(place, handed)
         plan = self.plan
         local = max(1, plan.split[place])
         ranges, pool = self.pool.take(self.next_number, local)
@@ -323,7 +196,7 @@ class AsyncEngine:
         updates = finite and not isinstance(self.mode, Stale)
         place = engine._place(worker)
         member = engine.members[place]
-        tally = _updated(member.tally, staleness) if updates else member.tally
+        tally = member.tally.updated(staleness) if updates else member.tally
         tally = replace(tally, dropped=tally.dropped + (not finite))
         engine = revised(engine, updates=self.updates + updates)
         return engine._with(place, revised(member, tally=tally))
@@ -352,14 +225,7 @@ class AsyncEngine:
 
     def shares(self, worker: int, numbers: Sequence[int]) -> tuple[Share, ...]:
         """Return local batches that were handed to a worker, or raise if they were not."""
-        out = self.member(worker).out
-        found = tuple(share for share in out if share.number in numbers)
-        if len(found) != len(numbers) or not found:
-            raise Disagreement(
-                f"worker {worker} pushed the local batches {list(numbers)} and has "
-                f"{[share.number for share in out]}; it does not follow the protocol"
-            )
-        return found
+        return self.member(worker).shares(numbers)
 
     def complete(self) -> int | None:
         """Return the next step that can be applied; None: it is not complete, or there is none."""
@@ -384,7 +250,7 @@ class AsyncEngine:
         )
         for place, member in enumerate(engine.members):
             if member.worker in staleness:
-                counted = _updated(member.tally, staleness[member.worker])
+                counted = member.tally.updated(staleness[member.worker])
                 engine = engine._with(place, revised(member, tally=counted))
         return engine
 
@@ -402,15 +268,10 @@ class AsyncEngine:
         begun wait for it, unless it is done with this epoch.
         """
         place = self._place(worker)
-        member, pool, groups = self.members[place], self.pool, dict(self.groups)
+        member = self.members[place]
         given = member.unpushed if epoch > self.epoch else member.out
         back = tuple(share for share in given if share.number not in kept)
-        for share in back:
-            pool = pool.give_back(share.number)
-            if share.step in groups:
-                groups[share.step] = groups[share.step].without(worker)
-        groups = {step: group for step, group in groups.items() if not group.empty()}
-        engine = revised(self, pool=pool, groups=groups)
+        engine = self._without(back, worker)
         out, cut = (
             tuple(share for share in shares if share not in back)
             for shares in (member.out, member.cut)
@@ -427,7 +288,7 @@ class AsyncEngine:
         engine = self._with(place, revised(member, reports=(*alike[1 - _MOST_REPORTS :], report)))
         if not all(each.reports or engine._is_idle(each) for each in engine.members):
             return None, engine
-        observation = _observation(self.rounds, [each.reports for each in engine.members])
+        observation = observation_of(self.rounds, [each.reports for each in engine.members])
         engine = revised(
             engine,
             rounds=self.rounds + 1,
@@ -457,34 +318,18 @@ class AsyncEngine:
         """Return an engine that goes on from a saved place, before any worker joins."""
         if self.members:
             raise OutOfOrder("a state is loaded before workers join; call it after prepare")
-        whole = {
-            name: _whole(state, name)
-            for name in ("epoch", "position", "updates", "samples", "step")
-        }
-        try:
-            returned = tuple((int(start), int(stop)) for start, stop in state["returned"])
-        except (KeyError, TypeError, ValueError):
-            raise StateMismatch(
-                f"the state has returned={state.get('returned')!r}, which are no ranges of "
-                "samples; it is damaged, load another one"
-            ) from None
-        inside = all(0 <= start < stop <= whole["position"] for start, stop in returned)
-        if not inside or whole["position"] > self.length:
-            raise StateMismatch(
-                f"the state is at position {whole['position']} with {list(returned)} left out, in "
-                f"epochs of {self.length} samples; load the state of this training"
-            )
+        place = Place.of(state, self.length)
         known = self.engine.load_state_dict(state.get("engine", {}))
         labels = tuple(str(each) for each in state.get("labels", ()))
         return revised(
             self,
             engine=known if known.workers == len(labels) else self.engine,
             resumed=labels if known.workers == len(labels) else None,
-            epoch=whole["epoch"],
-            pool=Pool(self.length, whole["position"], returned),
-            updates=whole["updates"],
-            samples=whole["samples"],
-            next_step=whole["step"],
+            epoch=place.epoch,
+            pool=Pool(self.length, place.position, place.returned),
+            updates=place.updates,
+            samples=place.samples,
+            next_step=place.step,
         )
 
     def _place(self, worker: int) -> int:
@@ -497,6 +342,16 @@ class AsyncEngine:
 
     def _with(self, place: int, member: Member) -> "AsyncEngine":
         return revised(self, members=(*self.members[:place], member, *self.members[place + 1 :]))
+
+    def _without(self, shares: Sequence[Share], worker: int) -> "AsyncEngine":
+        """Return the engine that does not wait for a worker's shares: they are free again."""
+        pool, groups = self.pool, dict(self.groups)
+        for share in shares:
+            pool = pool.give_back(share.number)
+            if share.step in groups:
+                groups[share.step] = groups[share.step].without(worker)
+        groups = {step: group for step, group in groups.items() if not group.empty()}
+        return revised(self, pool=pool, groups=groups)
 
     def _at(self, member: Member) -> int:
         """With a bound: the step that a worker computes or would be given next."""
@@ -542,50 +397,3 @@ class AsyncEngine:
         plan, engine = self.engine.update(events, step)
         timetable = self.timetable if plan is None else self.timetable.announce(plan)
         return Round(events, step, plan), revised(self, engine=engine, timetable=timetable)
-
-
-def _updated(tally: Tally, staleness: int) -> Tally:
-    seen = {**tally.staleness, staleness: tally.staleness.get(staleness, 0) + 1}
-    return replace(tally, updates=tally.updates + 1, staleness=seen)
-
-
-def _origins(labels: Sequence[str], members: Sequence[Member]) -> tuple[int | None, ...]:
-    """Return for each worker the one before that it must be: the only one of its label."""
-    now = [member.label for member in members]
-    return tuple(
-        labels.index(label) if labels.count(label) == now.count(label) == 1 else None
-        for label in now
-    )
-
-
-def _observation(number: int, reports: Sequence[Sequence[Report]]) -> Observation:
-    """Return a round as a policy sees it: each worker's mean over its reports."""
-
-    def mean(name: str) -> Floats:
-        columns = [np.array([getattr(each, name) for each in own]) for own in reports]
-        known = [column[~np.isnan(column)] for column in columns]
-        return np.array([column.mean() if column.size else np.nan for column in known])
-
-    def if_any(values: Floats) -> Floats | None:
-        return None if np.isnan(values).all() else values
-
-    return Observation(
-        step=number,
-        split=tuple(own[-1].samples if own else 0 for own in reports),
-        ready_s=mean("iteration_s")[:, None],
-        wait_s=if_any(mean("wait_s")),
-        load_s=if_any(mean("load_s")),
-        input_s=if_any(mean("input_s")),
-        memory_bytes=if_any(mean("memory_bytes")),
-        memory_limit_bytes=if_any(mean("memory_limit_bytes")),
-    )
-
-
-def _whole(state: Mapping[str, Any], key: str) -> int:
-    value = state.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise StateMismatch(
-            f"the state has {key}={value!r}, which is not a whole number from 0; "
-            "it is damaged, load another one"
-        )
-    return value

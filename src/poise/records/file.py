@@ -10,8 +10,9 @@ from typing import Any, TextIO
 from poise.core.observation import Change, Event
 from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan
-from poise.engine.asp import AsyncEngine, Round
+from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
+from poise.engine.round import Round
 from poise.errors import InvalidSetting, StateMismatch
 from poise.records.rows import FORMAT, VERSION, Decided, Header, Record, Row, Served
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poise.core.learning_rate import gain_within
+from poise.core.membership import Identity, origins
 from poise.core.observation import Change
 from poise.core.plan import Plan
 from poise.core.split import Split, check_split
@@ -95,15 +96,5 @@ def _allowed(engine: Engine, split: Split) -> bool:
 
 
 def same_kind(before: Sequence[str], now: Sequence[str]) -> tuple[int | None, ...]:
-    """Return for each device now the number of one of its kind before; None: there was none.
-
-    Each of those before is taken once, in order, until there are more now.
-
-    >>> same_kind(["new", "old", "old"], ["old", "new", "old", "new", "rare"])
-    (1, 0, 2, 0, None)
-    """
-    free: dict[str, list[int]] = {}
-    for number, kind in enumerate(before):
-        free.setdefault(kind, []).append(number)
-    first = {kind: numbers[0] for kind, numbers in free.items()}
-    return tuple(free[kind].pop(0) if free.get(kind) else first.get(kind) for kind in now)
+    """Return for each device now the number of one of its kind before; None: there was none."""
+    return origins([Identity(kind) for kind in before], [Identity(kind) for kind in now])

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from poise.core.plain import whole_in
 from poise.core.plan import Plan
 from poise.engine.progress import Progress
 from poise.errors import OutOfOrder, StateMismatch
@@ -106,7 +107,7 @@ def _loaded_progress(
                 "resume with the data set, shuffling and seed it was saved with"
                 + ("" if orders is not None else ", each worker from the state it saved itself")
             )
-    place = {name: _whole(state, name) for name in _PLACE}
+    place = {name: whole_in(state, name) for name in _PLACE}
     if stream is not None:
         _load_stream(state, stream, place["position"])
     if orders is not None:
@@ -143,13 +144,3 @@ def _effective(value: Any) -> float:
             "it is damaged, load another one"
         )
     return float(value)
-
-
-def _whole(state: Mapping[str, Any], key: str) -> int:
-    value = state.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise StateMismatch(
-            f"the state has {key}={value!r}, which is not a whole number from 0; "
-            "it is damaged, load another one"
-        )
-    return value

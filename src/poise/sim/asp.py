@@ -5,37 +5,26 @@ compute, and push; pushes are applied one after another in the order in which th
 events are kept in a queue by their time.
 """
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from poise.core.timing import Floats
-from poise.engine.asp import AsyncEngine, Report, Round, Share
+from poise.engine.asp import AsyncEngine
+from poise.engine.member import Share
 from poise.engine.modes import Async, Stale
+from poise.engine.report import Report
+from poise.engine.round import Round
 from poise.policy import Policy
 from poise.records import Recorder
-from poise.sim.bsp import Step, engine_of
+from poise.sim.agenda import Agenda
+from poise.sim.bsp import engine_of
 from poise.sim.cluster import Cluster
 from poise.sim.conditions import Conditions, Moment, Scatter
 from poise.sim.learning import Lessons
 from poise.sim.scenario import Scenario
-
-Kind = Literal["arrive", "apply"]
-
-
-@dataclass(order=True)
-class _Happens:
-    """Something at a time; of two at the same time, the one that was known first."""
-
-    at_s: float
-    order: int
-    kind: Kind = field(compare=False)
-    worker: int = field(compare=False)
-    life: int = field(compare=False)
-    """How often the worker had joined: what it sent before it left is void."""
+from poise.sim.step import Step
 
 
 @dataclass
@@ -61,6 +50,55 @@ class _Window:
     decided: Round | None = None
 
 
+@dataclass
+class _Server:
+    """The server as a queue: it applies one gradient after another."""
+
+    update_s: float
+    free_s: float = 0.0
+    """When it has applied everything that has arrived."""
+    busy_s: float = 0.0
+
+    def take(self, at_s: float) -> float:
+        """Return when it begins to apply a gradient that arrives at a time."""
+        begin_s = max(at_s, self.free_s)
+        self.free_s = begin_s + self.update_s
+        self.busy_s += self.update_s
+        return begin_s
+
+
+class _Machines:
+    """The workers' devices, as they are now."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._conditions = Conditions(scenario)
+        self._scatters = [
+            Scatter(scenario.noise, 1, [scenario.seed, 1, worker])
+            for worker in range(scenario.workers)
+        ]
+        self.now: Moment | None = None
+        """None before the first step."""
+
+    def go_on(self, step: int, clock_s: float) -> tuple[list[int], list[int]]:
+        """Return who has left and who has joined since the last time."""
+        before = set() if self.now is None else set(self.now.present.tolist())
+        self.now = self._conditions.at(step, clock_s)
+        now = set(self.now.present.tolist())
+        return sorted(before - now), sorted(now - before)
+
+    def iteration_s(self, worker: int, samples: int) -> tuple[float, float]:
+        """Return how long a worker computes, and how long it waits for its loader."""
+        assert self.now is not None
+        place = int(np.searchsorted(self.now.present, worker))
+        truth = self.now.cluster.truth
+        batches = np.zeros(len(self.now.present))
+        batches[place] = samples
+        computes = float(truth.ready_s(batches)[place, -1])
+        computes *= float(self._scatters[worker].next()[0])
+        loads = float(truth.input_s[place]) * samples
+        return computes, max(0.0, loads - computes)
+
+
 def asynchronous(
     scenario: Scenario, policy: Policy, *, recorder: Recorder | None = None
 ) -> Iterator[Step]:
@@ -74,29 +112,19 @@ class _Asynchronous:
     def __init__(self, scenario: Scenario, policy: Policy, recorder: Recorder | None) -> None:
         assert isinstance(scenario.mode, Async | Stale)
         self._scenario = scenario
-        self._conditions = Conditions(scenario)
-        self._scatters = [
-            Scatter(scenario.noise, 1, [scenario.seed, 1, worker])
-            for worker in range(scenario.workers)
-        ]
+        self._machines = _Machines(scenario)
+        self._server = _Server(scenario.server.update_s)
+        self._agenda = Agenda()
         learning = scenario.learning
         self._lessons = None if learning is None else Lessons(learning, scenario.seed)
         self._recorder = recorder
         engine = engine_of(scenario, policy)
         self._engine = AsyncEngine.begin(scenario.mode, engine, scenario.epoch)
-        self._queue: list[_Happens] = []
-        self._known = 0
-        self._clock_s = 0.0
-        self._free_s = 0.0
-        """When the server has applied everything that has arrived."""
-        self._busy_s = 0.0
         self._doing: dict[int, _Worker] = {}
         self._waiting: dict[int, tuple[float, Share | None]] = {}
         """Workers that cannot go on, since when, and the local batch that they were given."""
-        self._lives: dict[int, int] = {}
         self._versions: dict[int, int] = {}
         """With a bound: the updates that the weights of each pushed local batch had seen."""
-        self._moment: Moment | None = None
         self._window = _Window()
 
     def steps(self) -> Iterator[Step]:
@@ -105,7 +133,7 @@ class _Asynchronous:
         self._come_and_go()
         for number in range(self._scenario.steps):
             while self._window.pushed < self._scenario.global_batch:
-                if not self._queue:
+                if not self._agenda:
                     return
                 self._next()
                 if self._lessons is not None and self._lessons.reached:
@@ -115,25 +143,18 @@ class _Asynchronous:
                 return
             self._come_and_go()
 
-    @property
-    def staleness(self) -> dict[int, float]:
-        """The mean staleness of each worker that made an update."""
-        tallies = {member.worker: member.tally for member in self._engine.members}
-        tallies = {**self._engine.gone, **tallies}
-        return {worker: each.mean_staleness for worker, each in tallies.items() if each.updates}
-
     def _fresh(self) -> _Window:
-        return _Window(self._clock_s, 0, np.zeros(self._scenario.workers))
+        return _Window(self._agenda.clock_s, 0, np.zeros(self._scenario.workers))
 
     def _step(self, number: int) -> Step:
         """Close the window of a global batch."""
-        window, moment = self._window, self._moment
+        window, moment = self._window, self._machines.now
         assert moment is not None
         for worker, (since_s, share) in self._waiting.items():
-            window.idle_s[worker] += self._clock_s - since_s
-            self._waiting[worker] = (self._clock_s, share)
+            window.idle_s[worker] += self._agenda.clock_s - since_s
+            self._waiting[worker] = (self._agenda.clock_s, share)
         present = moment.present
-        lasts_s = max(self._clock_s - window.begin_s, 1e-12)
+        lasts_s = max(self._agenda.clock_s - window.begin_s, 1e-12)
         # A window may hold parts of iterations: what a worker did not wait it computed.
         idle = np.minimum(window.idle_s[present], lasts_s)
         step = Step(
@@ -160,41 +181,39 @@ class _Asynchronous:
 
     def _come_and_go(self) -> None:
         """Let workers join and leave that do so now."""
-        moment = self._conditions.at(self._engine.step, self._clock_s)
-        before = set() if self._moment is None else set(self._moment.present.tolist())
-        self._moment = moment
-        now = set(moment.present.tolist())
-        for worker in sorted(before - now):
+        left, joined = self._machines.go_on(self._engine.step, self._agenda.clock_s)
+        for worker in left:
+            self._agenda.new_life(worker)
             decided, self._engine = self._engine.leave(worker)
             self._note(decided)
             self._doing.pop(worker, None)
             self._waiting.pop(worker, None)
-        for worker in sorted(now - before):
-            self._lives[worker] = self._lives.get(worker, 0) + 1
+        for worker in joined:
+            self._agenda.new_life(worker)
             decided, self._engine = self._engine.join(worker, self._scenario.names[worker])
             self._note(decided)
-            self._waiting[worker] = (self._clock_s, None)
-        if before - now:
+            self._waiting[worker] = (self._agenda.clock_s, None)
+        if left:
             self._apply_steps()
         self._go_on()
 
     def _next(self) -> None:
         """Let the next thing happen."""
-        event = heapq.heappop(self._queue)
-        if event.life != self._lives[event.worker] or event.worker not in self._doing:
+        event = self._agenda.next()
+        if event is None:
             return
-        self._clock_s = max(self._clock_s, event.at_s)
         if event.kind == "arrive":
-            begin_s = max(event.at_s, self._free_s)
-            self._free_s = begin_s + self._scenario.server.update_s
-            self._busy_s += self._scenario.server.update_s
-            self._engine = self._engine.waited(event.worker, begin_s - event.at_s)
-            self._window.idle_s[event.worker] += begin_s - event.at_s
-            self._expect(self._free_s, "apply", event.worker)
+            waited_s = self._server.take(event.at_s) - event.at_s
+            self._waited(event.worker, waited_s)
+            self._agenda.expect(self._server.free_s, "apply", event.worker)
             return
         self._pushed(event.worker)
         self._waiting[event.worker] = (event.at_s, None)
         self._go_on()
+
+    def _waited(self, worker: int, seconds: float) -> None:
+        self._engine = self._engine.waited(worker, seconds)
+        self._window.idle_s[worker] += seconds
 
     def _pushed(self, worker: int) -> None:
         """A gradient is applied, or waits for the rest of its step."""
@@ -250,7 +269,7 @@ class _Asynchronous:
             self._engine = self._engine.next_epoch()
         for worker in list(self._waiting):
             self._try(worker)
-        if self._waiting and not self._queue:
+        if self._waiting and not self._agenda:
             self._end_epoch()
 
     def _try(self, worker: int) -> None:
@@ -266,15 +285,16 @@ class _Asynchronous:
         if not self._engine.may_start(worker):
             return
         del self._waiting[worker]
-        waited_s = max(0.0, self._clock_s - since_s)
+        waited_s = max(0.0, self._agenda.clock_s - since_s)
         if waited_s:
-            self._engine = self._engine.waited(worker, waited_s)
-            self._window.idle_s[worker] += waited_s
-        iteration_s, input_s = self._iteration_s(worker, share.samples)
+            self._waited(worker, waited_s)
+        iteration_s, input_s = self._machines.iteration_s(worker, share.samples)
         self._doing[worker] = _Worker(share, self._engine.updates, iteration_s, input_s)
-        assert self._moment is not None
-        travels_s = self._scenario.server.exchange_s * self._moment.network
-        self._expect(self._clock_s + iteration_s + input_s + travels_s, "arrive", worker)
+        assert self._machines.now is not None
+        travels_s = self._scenario.server.exchange_s * self._machines.now.network
+        self._agenda.expect(
+            self._agenda.clock_s + iteration_s + input_s + travels_s, "arrive", worker
+        )
 
     def _end_epoch(self) -> None:
         """Nobody computes and nobody can start: the epoch is over for all."""
@@ -285,30 +305,13 @@ class _Asynchronous:
             self._engine = self._engine.unused(worker, self._engine.epoch)
             self._try(worker)
 
-    def _iteration_s(self, worker: int, samples: int) -> tuple[float, float]:
-        """Return how long a worker computes, and how long it waits for its loader."""
-        assert self._moment is not None
-        place = int(np.searchsorted(self._moment.present, worker))
-        truth = self._moment.cluster.truth
-        batches = np.zeros(len(self._moment.present))
-        batches[place] = samples
-        computes = float(truth.ready_s(batches)[place, -1])
-        computes *= float(self._scatters[worker].next()[0])
-        loads = float(truth.input_s[place]) * samples
-        return computes, max(0.0, loads - computes)
-
-    def _expect(self, at_s: float, kind: Kind, worker: int) -> None:
-        self._known += 1
-        event = _Happens(at_s, self._known, kind, worker, self._lives[worker])
-        heapq.heappush(self._queue, event)
-
     def _note(self, decided: Round | None) -> None:
         if decided is None:
             return
         if decided.plan is not None:
             self._window.decided = decided
         if self._recorder is not None:
-            self._recorder.write_round(decided, self._engine, self._busy_s)
+            self._recorder.write_round(decided, self._engine, self._server.busy_s)
 
 
 def _free_s(cluster: Cluster, split: tuple[int, ...]) -> float:

@@ -63,12 +63,17 @@ class Wandering:
         self._draw = np.random.default_rng(seed)
         self._level = np.zeros(workers)
 
-    def next(self) -> Floats:
-        """Return how many times as slow as declared each worker has become."""
-        kept = 1 - 1 / self._drift.memory_steps
-        fresh = self._draw.standard_normal(len(self._level))
-        self._level = kept * self._level + self._drift.per_step * fresh
+    @property
+    def slowness(self) -> Floats:
+        """How many times as slow as declared each worker has become."""
         return np.exp(self._level)
+
+    def go_on(self) -> None:
+        """A step is over."""
+        if self._drift.per_step:
+            kept = 1 - 1 / self._drift.memory_steps
+            fresh = self._draw.standard_normal(len(self._level))
+            self._level = kept * self._level + self._drift.per_step * fresh
 
 
 class Conditions:
@@ -88,7 +93,6 @@ class Conditions:
         self._back_at: dict[int, int] = {}
         """When workers that failed at random come back."""
         self._steps = 0
-        self._drifted = np.ones(workers)
         self._moment: Moment | None = None
         self._last: tuple[Floats, ...] = ()
 
@@ -97,8 +101,8 @@ class Conditions:
         before, failed = self._there.copy(), False
         while self._steps <= step:
             failed |= self._chance(self._steps)
-            if self._scenario.drift.per_step and self._steps:
-                self._drifted = self._wandering.next()
+            if self._steps:
+                self._wandering.go_on()
             self._steps += 1
         failed |= self._begun(step, clock_s)
         factors = self._factors(step)
@@ -117,7 +121,7 @@ class Conditions:
             present,
             self._scenario.cluster_of(
                 present,
-                (self._drifted * slowness)[present],
+                (self._wandering.slowness * slowness)[present],
                 network=float(network[0]),
                 links=links,
                 loaders=loaders,

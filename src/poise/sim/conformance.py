@@ -19,7 +19,8 @@ from poise.core.timing import SpeedModel
 from poise.engine.bsp import Engine
 from poise.errors import InfeasibleSplit, InvalidSetting
 from poise.policy import Policy
-from poise.sim.bsp import Noise, observe, simulate
+from poise.sim.scenario import Noise
+from poise.sim.simulate import observe, simulate
 
 Law = Callable[[Policy, int, int], None]
 

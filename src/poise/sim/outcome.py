@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from poise.core.split import Split
-from poise.core.timing import Ints
+from poise.core.timing import Floats, Ints
 from poise.engine.modes import Sync
 from poise.errors import InfeasibleSplit, InvalidSetting
 from poise.policy import Policy
 from poise.records import Recorder
 from poise.sim.asp import asynchronous
-from poise.sim.bsp import Step, engine_of, synchronous
+from poise.sim.bsp import engine_of, synchronous
 from poise.sim.scenario import Scenario
+from poise.sim.step import Step
 
 _POINTS = 400
 """Of a course that is kept for pictures."""
@@ -140,53 +141,76 @@ def steps_of(
     return train(scenario, policy, recorder=recorder)
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Sums over steps, each counted by the steps it stands for."""
+
+    steps: float = 0.0
+    samples: float = 0.0
+    taken_s: float = 0.0
+    idle_s: float = 0.0
+    """Of a worker, on average."""
+    worker_s: float = 0.0
+    money: float = 0.0
+    clean_s: float = 0.0
+    """Of the steps whose best split was looked for, without noise,"""
+    best_s: float = 0.0
+    """and with their best splits."""
+    lost_s: float = 0.0
+    changes: int = 0
+
+    def plus(self, step: Step, prices: Floats) -> "Totals":
+        """Return the sums with one more step; prices are those of all workers, or none."""
+        weight = step.stands_for * step.part
+        taken_s = step.lasts_s * weight
+        alive_s = taken_s + step.lost_s
+        price = float(prices[step.workers].sum()) if prices.size else 0.0
+        compared = not math.isnan(step.best_s)
+        return Totals(
+            steps=self.steps + weight,
+            samples=self.samples + step.samples * weight,
+            taken_s=self.taken_s + taken_s,
+            idle_s=self.idle_s + float(step.idle_s.mean()) * weight,
+            worker_s=self.worker_s + alive_s * len(step.workers),
+            money=self.money + price * alive_s / HOUR_S,
+            clean_s=self.clean_s + (step.clean_s * weight if compared else 0.0),
+            best_s=self.best_s + (step.best_s * weight if compared else 0.0),
+            lost_s=self.lost_s + step.lost_s,
+            changes=self.changes + (step.plan is not None),
+        )
+
+
 class Tally:
-    """Adds steps up."""
+    """Adds steps up, and keeps some of them for pictures."""
 
     def __init__(self, scenario: Scenario, policy: str) -> None:
         self._scenario = scenario
         self._policy = policy
         self._prices = np.array(scenario.prices)
-        self._every = max(1, scenario.steps // _POINTS)
+        self._totals = Totals()
         self._course: list[Point] = []
         self._next_point = 0
         self._last: list[Step] = []
-        self._steps = self._samples = self._taken_s = self._idle_s = self._worker_s = 0.0
-        self._money = self._clean_s = self._best_s = self._lost_s = self._clock_s = 0.0
-        self._simulated = self._changes = 0
         self._split: Split = ()
         self._near_since: tuple[int, float] | None = None
 
     def add(self, step: Step) -> None:
         """Add one."""
-        weight = step.stands_for * step.part
-        taken_s = step.lasts_s * weight
-        self._simulated += 1
-        self._steps += weight
-        self._samples += step.samples * weight
-        self._taken_s += taken_s
-        self._idle_s += float(step.idle_s.mean()) * weight
-        alive_s = taken_s + step.lost_s
-        self._worker_s += alive_s * len(step.workers)
-        if self._prices.size:
-            self._money += float(self._prices[step.workers].sum()) * alive_s / HOUR_S
-        self._lost_s += step.lost_s
-        self._clock_s = step.end_s
+        self._totals = self._totals.plus(step, self._prices)
         if not math.isnan(step.best_s):
-            self._clean_s += step.clean_s * weight
-            self._best_s += step.best_s * weight
             self._settle(step)
-        self._changes += step.plan is not None
         self._last = [*self._last[1 - _SHOWN_STEPS :], step]
         if step.whole:
             self._split = step.split
         if step.number >= self._next_point and step.whole:
-            self._next_point = step.number + self._every
+            self._next_point = step.number + max(1, self._scenario.steps // _POINTS)
             self._course.append(_point(step))
 
     def outcome(self) -> Outcome:
         """Return what came of them."""
-        learning, last = self._scenario.learning, self._last[-1] if self._last else None
+        totals, learning = self._totals, self._scenario.learning
+        last = self._last[-1] if self._last else None
+        clock_s = 0.0 if last is None else last.end_s
         goal = None if learning is None else learning.target_samples
         reached = goal is not None and last is not None and last.effective_samples >= goal
         near_step, near_s = self._near_since or (None, None)
@@ -194,17 +218,17 @@ class Tally:
             self._course.append(_point(last))
         return Outcome(
             self._policy,
-            steps=round(self._steps),
-            clock_s=self._clock_s,
-            step_s=self._taken_s / self._steps if self._steps else math.nan,
-            waiting=self._idle_s / self._taken_s if self._taken_s else math.nan,
-            regret=self._clean_s / self._best_s - 1 if self._best_s else math.nan,
-            changes=self._changes,
-            lost_s=self._lost_s,
-            target_s=self._clock_s if reached else None,
-            worker_hours=self._worker_s / HOUR_S,
-            money=self._money if self._prices.size else None,
-            samples=self._samples,
+            steps=round(totals.steps),
+            clock_s=clock_s,
+            step_s=totals.taken_s / totals.steps if totals.steps else math.nan,
+            waiting=totals.idle_s / totals.taken_s if totals.taken_s else math.nan,
+            regret=totals.clean_s / totals.best_s - 1 if totals.best_s else math.nan,
+            changes=totals.changes,
+            lost_s=totals.lost_s,
+            target_s=clock_s if reached else None,
+            worker_hours=totals.worker_s / HOUR_S,
+            money=totals.money if self._prices.size else None,
+            samples=totals.samples,
             last_split=self._split,
             settled_step=near_step,
             settled_s=near_s,

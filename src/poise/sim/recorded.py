@@ -10,7 +10,7 @@ from poise.policy import Policy
 from poise.policy.naming import policy_of
 from poise.records import Difference, Record
 from poise.records.rows import Decided
-from poise.sim.bsp import Live, Training
+from poise.sim.training import Training
 
 
 def followed(record: Record, *, lead: int, policy: Policy | None = None) -> Difference | None:
@@ -25,8 +25,7 @@ def followed(record: Record, *, lead: int, policy: Policy | None = None) -> Diff
         if record.header.policy is None:
             raise InvalidSetting("the record was made by a policy of your own; pass policy=...")
         policy = policy_of(record.header.policy)
-    training = Training(record.header.engine(policy))
-    reports = Live(lead)
+    training = Training(record.header.engine(policy), lead)
     recorded = {row.decision.start_step: row for row in record.rows if row.decision is not None}
     for number, row in enumerate(record.rows):
         seen = row.observation
@@ -35,7 +34,7 @@ def followed(record: Record, *, lead: int, policy: Policy | None = None) -> Diff
                 f"row {number} of the record is no step: workers changed or a training was "
                 "resumed, which no scenario of steps has; use poise.records.replay"
             )
-        plan = training.timetable.at(seen.step)
+        plan = training.plan_at(seen.step)
         samples = sum(seen.split)
         whole = samples == plan.global_batch
         split = plan.split if whole else plan.scaled(samples).split
@@ -44,5 +43,5 @@ def followed(record: Record, *, lead: int, policy: Policy | None = None) -> Diff
             known = [step for step in recorded if step <= seen.step]
             was = recorded[max(known)].decision if known else None
             return Difference(number, seen.step, was, simulated)
-        training.tell(seen, reports)
+        training.tell(seen)
     return None

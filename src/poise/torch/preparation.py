@@ -198,6 +198,7 @@ def equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
 
 
 def training_loader(session: Session, handed: HandedIn) -> ShareLoader | StreamLoader:
+    """Return the loader of this worker's shares."""
     settings, loader = session.settings, handed.loader
     passes = TrainingPass(session)
     if handed.orders is None:

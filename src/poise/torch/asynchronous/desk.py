@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poise.engine.asp import Round, Share
+from poise.engine.member import Share
+from poise.engine.round import Round
 from poise.errors import Disagreement, PoiseError
 from poise.records import Recorder
 from poise.runtime.clocks import host_stamp

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from poise.core.plain import from_plain, to_plain
-from poise.engine.asp import Report
 from poise.engine.pool import Ranges, count_of
+from poise.engine.report import Report
 from poise.errors import Disagreement, StateMismatch
 
 _LARGEST_COUNT = 1e18

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from poise.engine.asp import Tally
+from poise.engine.member import Tally
 
 
 @dataclass(frozen=True)
