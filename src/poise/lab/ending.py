@@ -1,0 +1,120 @@
+"""How the training of a lab ends: who is waited for, how long, and with which exit code."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from poise.lab.crew import Crew
+from poise.lab.member import Member
+
+_GRACE_S = 5.0
+"""How long the others may go on when one has failed, or workers when their server has ended."""
+_LOOK_S = 0.05
+_FAILED = 1
+_SIGNALED = 128
+
+
+class Ending:
+    """Waits for the end of a training, and says who failed.
+
+    Args:
+        crew: the workers, and their server.
+        order: the workers that have ended, in this order, as far as it is known.
+        check: raises if the lab itself has failed.
+        lift: ends all throttling, so that workers can end, or say their own error, in time.
+        say: what to do with a remark.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        order: Sequence[int],
+        *,
+        check: Callable[[], None],
+        lift: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._crew = crew
+        self._order = order
+        self._check = check
+        self._lift = lift
+        self._say = say
+        self._said: set[int] = set()
+        """Workers of whom was said that they have failed."""
+
+    def of_workers(self) -> int:
+        """Wait until all workers have ended, or some seconds longer than the first that fails.
+
+        Returns 0, or the exit code of that one.
+        """
+        deadline: float | None = None
+        while self._crew.running() and (deadline is None or time.monotonic() < deadline):
+            self._check()
+            if deadline is None and self._crew.failed():
+                deadline = time.monotonic() + _GRACE_S
+                self._lift()
+            time.sleep(_LOOK_S)
+        self._check()
+        failed = self._crew.failed()
+        if not failed:
+            return 0
+        order = list(self._order)
+        first = min(failed, key=lambda w: order.index(w) if w in order else len(order))
+        self._say(f"worker {first} ended first, with {_ending(failed[first])}")
+        return _as_exit_code(failed[first])
+
+    def of_server(self, server: Member) -> int:
+        """Wait until the server has ended, and some seconds for its workers to end as well.
+
+        Returns its exit code; or that of a worker without which the training cannot go on.
+        """
+        deadline: float | None = None
+        while server.process.poll() is None:
+            self._check()
+            self._say_who_failed()
+            missing = self._crew.missing()
+            if missing is None:
+                deadline = None
+            elif deadline is None:
+                deadline = time.monotonic() + _GRACE_S  # the server may be about to end, too
+            elif time.monotonic() > deadline:
+                return self._give_up(missing)
+            time.sleep(_LOOK_S)
+        code = server.process.returncode
+        if code:
+            self._say(f"the server ended with {_ending(code)}")
+        self._lift()
+        self._wait_for_workers(failing=code != 0)
+        return _as_exit_code(code)
+
+    def _wait_for_workers(self, *, failing: bool) -> None:
+        deadline = time.monotonic() + _GRACE_S
+        while self._crew.running() and time.monotonic() < deadline:
+            self._check()
+            time.sleep(_LOOK_S)
+        self._check()
+        if not failing:
+            self._say_who_failed()
+
+    def _give_up(self, missing: int) -> int:
+        """Return the exit code of a worker without which the server waits forever, and say why."""
+        self._say(
+            f"worker {self._crew.number(missing)} ended before training started, which takes all "
+            f"{len(self._crew.workers)}; the rest is ended"
+        )
+        return _as_exit_code(self._crew.workers[missing].process.returncode) or _FAILED
+
+    def _say_who_failed(self) -> None:
+        """Say once of each worker that it has failed."""
+        for worker, code in self._crew.failed().items():
+            if worker not in self._said:
+                self._said.add(worker)
+                self._say(f"worker {self._crew.number(worker)} ended with {_ending(code)}")
+
+
+def _as_exit_code(code: int) -> int:
+    """Return an exit code, of a shell's kind for a process that a signal ended."""
+    return code if code >= 0 else _SIGNALED - code
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
