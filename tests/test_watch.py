@@ -418,11 +418,12 @@ def test_rows_wait_for_another_store_if_one_is_gone() -> None:
 def test_the_report_comes_again_and_for_the_last_time_when_complete() -> None:
     shown: list[Findings] = []
     clock = Clock()
-    monitor = Monitor(recorded(clock, steps=20), shown.append, every_s=0.2, clock=clock)
+    recorder = recorded(clock, steps=20)
+    monitor = Monitor(recorder, shown.append, every_s=0.2, clock=clock)
     monitor.join(dist.HashStore(), 0, (0,))
     for _ in range(60):
         monitor.tick()
-        step(monitor.recorder, clock)
+        step(recorder, clock)
     assert monitor.finished
     assert len(shown) == 2
     assert shown[-1].last_step == FIRST_STEPS + 19

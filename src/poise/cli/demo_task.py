@@ -20,7 +20,6 @@ Arrays = dict[str, NDArray[Any]]
 
 SPEEDS = (0.9, 0.45, 0.22)
 """Cores of each worker."""
-WORKERS = len(SPEEDS)
 GLOBAL_BATCH = 240
 SEED = 1
 _CLASSES = 10

@@ -38,7 +38,6 @@ from poise.core.split import even_split
 from poise.environment import launched_as
 from poise.torch import Balancer
 from poise.watch.hooks import watching
-from poise.watch.monitor import Monitor
 from poise.watch.recorder import Recorder
 
 How = Literal["plain", "poise"]
@@ -138,22 +137,6 @@ class Balanced:
         self._balancer.close()
 
 
-class OwnClock(Monitor):
-    """Watches the steps of this worker, and sends nothing to others."""
-
-    def __init__(self) -> None:
-        super().__init__(Recorder(), lambda _: None, every_s=1.0)
-
-    def join(self, *_: object) -> None:
-        """Meet nobody."""
-
-    def tick(self) -> None:
-        """Show nothing."""
-
-    def leave(self) -> None:
-        """Nobody was met."""
-
-
 def main(directory: Path, how: How, steps: int) -> None:
     """Train as one worker of the group that the environment describes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends us
@@ -163,10 +146,10 @@ def main(directory: Path, how: How, steps: int) -> None:
         os.dup2(errors.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
     images = read_images(images_file(directory))
-    clock = OwnClock()
-    with watching(clock):
+    recorder = Recorder()
+    with watching(recorder):
         training: Training = Plain(images) if how == "plain" else Balanced(images)
-        _train(training, clock.recorder, steps)
+        _train(training, recorder, steps)
         training.close()
 
 

@@ -45,8 +45,9 @@ def watch(
     from poise.watch.recorder import Recorder
 
     report = _Report(as_json)
-    monitor = Monitor(Recorder(steps=steps), report.show, every_s=every_s)
-    with watching(monitor):
+    recorder = Recorder(steps=steps)
+    monitor = Monitor(recorder, report.show, every_s=every_s)
+    with watching(recorder, monitor):
         try:
             code = _run(script)
         finally:

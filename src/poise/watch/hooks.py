@@ -45,15 +45,19 @@ _Call = Callable[..., Any]
 
 
 @contextmanager
-def watching(monitor: Monitor) -> Iterator[None]:
-    """Tell the monitor what happens, until the block is left."""
-    recorder, calls = monitor.recorder, _Calls(monitor)
+def watching(recorder: Recorder, monitor: Monitor | None = None) -> Iterator[None]:
+    """Tell the recorder what happens, until the block is left.
+
+    A monitor also meets the other workers, and may send and show between two steps; without one,
+    nobody else learns of it.
+    """
+    calls = _Calls(recorder, monitor)
     with ExitStack() as replacing:
 
         def put(owner: Any, name: str, wrap: Callable[[_Call], _Call]) -> None:
             replacing.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
 
-        put(DistributedDataParallel, "__init__", lambda call: _making(monitor, call))
+        put(DistributedDataParallel, "__init__", lambda call: _making(recorder, monitor, call))
         put(DistributedDataParallel, "forward", calls.running)
         put(torch, "compile", calls.compiling)
         put(DistributedDataParallel, "train", lambda call: _switching(recorder, call))
@@ -62,7 +66,9 @@ def watching(monitor: Monitor) -> Iterator[None]:
         put(DataLoader, "__iter__", lambda call: _loading(recorder, call))
         for name in _MEETINGS:
             put(dist, name, lambda call: _meeting(recorder, call))
-        put(dist, "destroy_process_group", lambda call: _destroying(monitor, call))
+        if monitor is not None:
+            left = monitor.leave
+            put(dist, "destroy_process_group", lambda call: _destroying(left, call))
         yield
 
 
@@ -81,12 +87,15 @@ def local_batch(values: Any) -> int:
     return 0
 
 
-def _making(monitor: Monitor, original: _Call) -> _Call:
+def _making(recorder: Recorder, monitor: Monitor | None, original: _Call) -> _Call:
     @wraps(original)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _connect(monitor, self)
-        gradients = _Gradients(monitor.recorder)
+        if monitor is None or not monitor.joined:
+            _take_clock(recorder, self.device_type)
+        if monitor is not None and not monitor.connected:
+            _meet(monitor, self)
+        gradients = _Gradients(recorder)
         for parameter in self.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(gradients.hook)
@@ -94,12 +103,13 @@ def _making(monitor: Monitor, original: _Call) -> _Call:
     return init
 
 
-def _connect(monitor: Monitor, model: DistributedDataParallel) -> None:
+def _take_clock(recorder: Recorder, device: str) -> None:
+    if device != "cpu":
+        recorder.timer = DeviceClock(torch.device(device))
+
+
+def _meet(monitor: Monitor, model: DistributedDataParallel) -> None:
     """Meet the workers of the model in the store of the default group."""
-    if monitor.connected:
-        return
-    if not monitor.joined and model.device_type != "cpu":
-        monitor.recorder.timer = DeviceClock(torch.device(model.device_type))
     store = PrefixStore("poise/watch", default_store())
     workers = dist.get_process_group_ranks(model.process_group)
     monitor.join(store, dist.get_rank(), workers)
@@ -136,7 +146,8 @@ class _Gradients:
 class _Calls:
     """Sees the calls of models."""
 
-    def __init__(self, monitor: Monitor) -> None:
+    def __init__(self, recorder: Recorder, monitor: Monitor | None) -> None:
+        self._recorder = recorder
         self._monitor = monitor
         self._tell: _Call = self._told
 
@@ -164,8 +175,9 @@ class _Calls:
         return compiled
 
     def _told(self, model: DistributedDataParallel, inputs: Any) -> None:
-        self._monitor.tick()
-        self._monitor.recorder.forward(
+        if self._monitor is not None:
+            self._monitor.tick()
+        self._recorder.forward(
             local_batch(inputs),
             training=model.training,
             grad=torch.is_grad_enabled(),
@@ -205,11 +217,11 @@ def _loading(recorder: Recorder, original: _Call) -> _Call:
     return load
 
 
-def _destroying(monitor: Monitor, original: _Call) -> _Call:
+def _destroying(leave: Callable[[], None], original: _Call) -> _Call:
     @wraps(original)
     def destroy(group: Any = None) -> None:
         if group is None or group is dist.group.WORLD:
-            monitor.leave()
+            leave()
         original(group)
 
     return destroy

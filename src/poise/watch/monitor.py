@@ -15,6 +15,31 @@ _SHORTEST_S, _LONGEST_S = 0.2, 2.5
 """Bounds of the time between two packs."""
 
 
+class Summary:
+    """What worker 0 knows of all workers."""
+
+    def __init__(self, workers: Sequence[int]) -> None:
+        self._inbox = Inbox(workers)
+        self._steps = Steps(workers)
+
+    def look(self, store: Store) -> None:
+        """Take in what has arrived."""
+        self._steps.add(self._inbox.look(store))
+
+    def look_last(self, store: Store) -> None:
+        """Take in what arrives within a moment, when all are about to end."""
+        self._steps.add(self._inbox.look_last(store))
+
+    def reaches(self, number: int) -> bool:
+        """Whether this step is known of every worker."""
+        return self._steps.reaches(number)
+
+    def findings(self) -> Findings | None:
+        """Return what is known; None: nothing."""
+        table = self._steps.table()
+        return None if table is None else find(table)
+
+
 class Monitor:
     """Sends rows now and then; on worker 0 it also shows what they tell."""
 
@@ -26,15 +51,14 @@ class Monitor:
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.recorder = recorder
+        self._recorder = recorder
         self._show = show
         self._every_s = every_s
         self._pack_s = min(max(every_s / _PACKS_IN_A_PERIOD, _SHORTEST_S), _LONGEST_S)
         self._clock = clock
         self._store: Store | None = None
         self._outbox: Outbox | None = None
-        self._inbox: Inbox | None = None
-        self._steps: Steps | None = None
+        self._summary: Summary | None = None
         self._sent_at = self._shown_at = clock()
         self.finished = False
 
@@ -51,7 +75,7 @@ class Monitor:
     @property
     def sums_up(self) -> bool:
         """Whether this is the worker that shows."""
-        return self._steps is not None
+        return self._summary is not None
 
     def join(self, store: Store, worker: int, workers: Sequence[int]) -> None:
         """Meet the other workers; the first of them sums up."""
@@ -60,7 +84,7 @@ class Monitor:
             return
         self._outbox = Outbox(worker)
         if worker == workers[0]:
-            self._inbox, self._steps = Inbox(workers), Steps(workers)
+            self._summary = Summary(workers)
         self._sent_at = self._shown_at = self._clock()
 
     def tick(self) -> None:
@@ -70,44 +94,41 @@ class Monitor:
         now = self._clock()
         if now - self._sent_at < self._pack_s:
             return
-        complete = self.recorder.complete
+        complete = self._recorder.complete
         self._sent_at = now
         self._send(self._store)
-        if complete and not self.sums_up:
-            self.finished = True
-        if self.sums_up and (complete or now - self._shown_at >= self._every_s):
+        if self._summary is None:
+            self.finished = complete
+        elif complete or now - self._shown_at >= self._every_s:
             self._shown_at = now
-            self._sum_up(self._store, complete)
+            self._sum_up(self._summary, self._store, complete)
 
     def leave(self) -> None:
         """Send the rest, before the group of workers is gone."""
         if self._store is None:
             return
         self._send(self._store, last=True)
-        if self._inbox is not None and self._steps is not None and not self.finished:
-            self._steps.add(self._inbox.look_last(self._store))
+        if self._summary is not None and not self.finished:
+            self._summary.look_last(self._store)
         self._store = None  # a store that is kept would hold its port
 
     def findings(self) -> Findings | None:
         """Return what is known on the worker that sums up; None: nothing."""
-        table = self._steps.table() if self._steps is not None else None
-        return None if table is None else find(table)
+        return None if self._summary is None else self._summary.findings()
 
     def _send(self, store: Store, *, last: bool = False) -> None:
         assert self._outbox is not None
-        self._outbox.add(self.recorder.take())
+        self._outbox.add(self._recorder.take())
         self._outbox.send(store, last=last)
 
-    def _sum_up(self, store: Store, complete: bool) -> None:
+    def _sum_up(self, summary: Summary, store: Store, complete: bool) -> None:
         """Show what has arrived; when all asked for has, for the last time."""
-        assert self._inbox is not None
-        assert self._steps is not None
-        self.recorder.disturbed()
-        self._steps.add(self._inbox.look(store))
+        self._recorder.disturbed()
+        summary.look(store)
         if complete:
-            last = self.recorder.last_number
+            last = self._recorder.last_number
             assert last is not None
-            self.finished = self._steps.reaches(last)
-        found = None if complete and not self.finished else self.findings()
+            self.finished = summary.reaches(last)
+        found = None if complete and not self.finished else summary.findings()
         if found is not None:
             self._show(found)
