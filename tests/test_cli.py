@@ -5,6 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from poise.cli.demo import is_same_accuracy
 from poise.cli.demo_board import Board, verdict
 from poise.cli.demo_task import SPEEDS, images_file, read_images, write_images
 from poise.cli.doctor_facts import Facts, advice, thread_warning
-from poise.cli.main import main
+from poise.cli.main import COMMANDS, main
 from poise.cli.requirements import require
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.errors import InvalidSetting
@@ -62,6 +65,14 @@ def test_help_does_not_import_torch() -> None:
 
 def test_an_import_of_torch_would_be_seen() -> None:
     assert imports_torch("import torch")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_options_of_a_command_are_the_keywords_of_its_function(name: str) -> None:
+    parser = ArgumentParser()
+    import_module(f"poise.cli.{name}").add_arguments(parser)
+    words = {action.dest for action in parser._actions} - {"help"}
+    signature(parser.get_default("command")).bind(**dict.fromkeys(words))
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,29 @@
 import json
 import math
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 from poise.errors import InvalidSetting
 from poise.records import read_record
 from poise.sim.calibration import Calibration, calibrated, scenario_text
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `calibrate` takes."""
+    parser.description = (
+        f"{parser.description} Speeds, reductions, loaders and noise are those that were measured; "
+        "how well they predict is tried on steps that were held out. The scenario is one for "
+        "poise simulate: ask there what one more worker or a faster network would bring."
+    )
+    parser.add_argument("run", metavar="RUN", help='a record: Balancer(record="run.jsonl")')
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the scenario there (default: print it)"
+    )
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="print what was found as JSON"
+    )
+    parser.set_defaults(command=calibrate)
 
 
 def calibrate(run: str, out: str | None, *, as_json: bool) -> int:

@@ -1,6 +1,7 @@
 """`poise demo`: three workers of unequal speed train the same twice, plainly and with Poise."""
 
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from subprocess import PIPE
 from tempfile import TemporaryDirectory
@@ -10,6 +11,7 @@ from rich.live import Live
 
 from poise.cli.demo_board import Board, picture, verdict
 from poise.cli.demo_task import SPEEDS, errors_file, images_file, write_images
+from poise.cli.options import whole
 from poise.cli.requirements import require
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.lab import Lab
@@ -17,6 +19,18 @@ from poise.lab import Lab
 _TITLES = {"plain": "Plain DistributedDataParallel", "poise": "Poise"}
 _SAME_WITHIN = 0.02
 """Accuracies that differ by less are the same: rounding may turn a few test images around."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `demo` takes."""
+    parser.add_argument(
+        "--steps",
+        type=whole("steps", 10),  # the first ones are not timed
+        default=200,
+        metavar="N",
+        help="steps of each training, at least 10 (default 200, about a minute)",
+    )
+    parser.set_defaults(command=demo)
 
 
 def demo(*, steps: int) -> int:

@@ -1,6 +1,7 @@
 """`poise doctor`: what a training will run on, and what to change before it starts."""
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from poise.cli.doctor_facts import Examination, Facts, Timing, advice
+from poise.cli.options import add_script, whole
 from poise.cli.requirements import require
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.environment import launched_as
@@ -16,6 +18,23 @@ from poise.errors import InvalidSetting, WorkerLost
 from poise.lab.processes import local_workers
 
 _LOCAL_PROCESSES = 2
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `doctor` takes."""
+    parser.usage = "poise doctor [-h] [--workers N] [SCRIPT [ARGS ...]]"
+    parser.description = (
+        f"{parser.description} With a script, also how far its loader runs ahead: the script is "
+        "run until Balancer.prepare returns. Works alone and under torchrun."
+    )
+    parser.add_argument(
+        "--workers",
+        type=whole("processes", 2),  # fewer have nothing to send
+        metavar="N",
+        help="local processes that time the all-reduce when no launcher started any (default 2)",
+    )
+    add_script(parser)
+    parser.set_defaults(command=doctor)
 
 
 def doctor(*, workers: int | None = None, script: Sequence[str] = ()) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,6 +30,38 @@ _SAME = 0.0005
 """Parts of a time that are too small to speak of."""
 _AS_FAST = 0.005
 """Ratios that differ from 1 by less are not put into numbers."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `plan` takes."""
+    parser.description = (
+        f"{parser.description} Says who gets how many samples, how long a step takes, how much an "
+        "even split would lose, and which worker is not worth having."
+    )
+    parser.add_argument("file", metavar="CLUSTER.toml", help="workers and network")
+    parser.add_argument(
+        "--global-batch", required=True, metavar="N", help="samples of a step, over all workers"
+    )
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--sweep",
+        dest="picture",
+        metavar="FILE",
+        help="draw throughput over the global batch into a .png or .svg; needs poise[report]",
+    )
+    parser.add_argument(
+        "--noise-scale",
+        metavar="PHI",
+        help="gradient noise scale in samples: also find the global batch that learns fastest "
+        "(default: [training] noise_scale of the file)",
+    )
+    parser.add_argument(
+        "--start-batch",
+        metavar="B0",
+        help="global batch that the learning rate is chosen for (default: [training] start_batch "
+        "of the file, else N)",
+    )
+    parser.set_defaults(command=plan)
 
 
 def plan(

@@ -3,10 +3,12 @@
 import shlex
 import socket
 import sys
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from poise.cli.options import above_0, add_script, whole, without_dashes
 from poise.cli.requirements import require
 from poise.cli.serve_board import ServeBoard
 from poise.engine.modes import Mode, Sync, mode_of
@@ -23,14 +25,74 @@ if TYPE_CHECKING:
 PORT = 29400
 """Where a server listens unless told otherwise."""
 
+_LAST_PORT = 65535
 _SAVE_EVERY_S = 60.0
 _EVERYWHERE = ("", "0.0.0.0", "::", "[::]")
 _FAILED = 1
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `serve` takes."""
+    parser.usage = (
+        "poise serve [-h] [--host H] [--port P] [--workers N] [--mode MODE] [--save FILE] "
+        "[--save-every S] [--closed] SCRIPT [ARGS ...]"
+    )
+    parser.description = (
+        f"{parser.description} The script runs unchanged; it holds the weights, applies the "
+        "gradients that workers push, and evaluates and saves as the script says. A worker is the "
+        "same script, started anywhere with POISE_SERVER set to the server's address. Workers may "
+        "join and leave at any time. Off 127.0.0.1, POISE_SECRET must be set to the same words "
+        "on all. A table on stderr shows what each worker contributes. The exit code is the "
+        "script's own."
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=PORT,
+        metavar="P",
+        help="port to listen on, 0 for any that is free (default 29400)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=whole("workers", 1),
+        default=1,
+        metavar="N",
+        help="training starts when so many have joined; more may join later (default 1)",
+    )
+    parser.add_argument(
+        "--mode",
+        metavar="MODE",
+        help="async, or stale:S for workers at most S steps apart (default: as the script says, "
+        "else async)",
+    )
+    parser.add_argument(
+        "--save",
+        metavar="FILE",
+        help="save model, optimizer and place there, and go on from there if it exists",
+    )
+    parser.add_argument(
+        "--save-every",
+        dest="save_every_s",
+        type=above_0("a number of seconds"),
+        metavar="S",
+        help="seconds between two saves (default 60); it is saved after each epoch too",
+    )
+    parser.add_argument(
+        "--closed",
+        action="store_true",
+        help="once training has begun, end with an error when all workers are lost, instead of "
+        "waiting for others",
+    )
+    add_script(parser)
+    parser.set_defaults(command=serve)
+
+
 def serve(
     *,
-    script: Sequence[str],
+    script: list[str],
     host: str = "127.0.0.1",
     port: int = PORT,
     workers: int = 1,
@@ -42,7 +104,7 @@ def serve(
     """Run a script, given with its arguments, as a server; return its own exit code.
 
     Args:
-        script: the path of a Python file, or `-m` and a module, and its arguments.
+        script: the path of a Python file, or `-m` and a module, and its arguments; maybe after --.
         host: the address to listen on.
         port: the port; 0: any that is free.
         workers: how many must have joined before training starts.
@@ -56,6 +118,7 @@ def serve(
             "a server is one process, which a launcher's workers join; start poise serve without "
             "torchrun"
         )
+    script = without_dashes(script)
     if not script or script == ["-m"]:
         raise InvalidSetting("serve needs a script; give the path of a Python file")
     if script[0] != "-m":
@@ -132,6 +195,12 @@ def _remember(error: BaseException) -> None:
     Python notes there what ends a process; here it is caught, to be shown as it should be.
     """
     sys.last_value = error
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > _LAST_PORT:
+        raise ArgumentTypeError(f"{text!r} is not a port from 0 to {_LAST_PORT}")
+    return int(text)
 
 
 def _served_mode(stated: str | None) -> Mode | None:

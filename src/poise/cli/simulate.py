@@ -2,9 +2,10 @@
 
 import json
 import math
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +16,35 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from poise.cli.durations import duration, three_digits
+from poise.cli.simulate_asked import Asked, add_options, with_options
 from poise.core.split import even_split
 from poise.engine.modes import Sync
 from poise.errors import InvalidSetting
-from poise.policy.naming import KINDS
 from poise.sim.conditions import Conditions
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario
-from poise.sim.scenario_file import MOST_STEPS, declared_scenario
+from poise.sim.scenario_file import declared_scenario
 from poise.sim.step import Step
 from poise.sim.what_if import WhatIf
-from poise.toml_file import nearest, read_toml
+from poise.toml_file import read_toml
 
 _SURE = 2.0
 """Standard errors of an interval that is shown."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the command line says."""
-
-    file: str
-    policies: tuple[str, ...] = ()
-    steps: int | None = None
-    seed: int | None = None
-    what_if: WhatIf = field(default_factory=WhatIf)
-    out: str | None = None
-    record: str | None = None
-    as_json: bool = False
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `simulate` takes."""
+    add_options(parser)
+    parser.set_defaults(command=_simulate)
 
 
 def simulate(asked: Asked) -> int:
     """Run every policy of a scenario and show what comes of it; return the exit code."""
     toml = read_toml(asked.file)
-    base = _with_options(declared_scenario(toml), asked)
+    base = with_options(declared_scenario(toml), asked)
     scenario = base
     if asked.what_if:
-        scenario = _with_options(declared_scenario(asked.what_if.applied(toml)), asked)
+        scenario = with_options(declared_scenario(asked.what_if.applied(toml)), asked)
     if asked.out is not None:
         from poise.cli.simulate_plots import check_directory
 
@@ -200,28 +193,11 @@ class Findings:
         return f"{ratio:.2f} (± {_SURE * math.sqrt(2) * error * ratio:.2f}) times"
 
 
-def _with_options(scenario: Scenario, asked: Asked) -> Scenario:
-    if asked.steps is not None:
-        if asked.steps > MOST_STEPS:
-            raise InvalidSetting(f"--steps {asked.steps} is too many; give at most {MOST_STEPS}")
-        late = [event.at_step for event in scenario.events if event.at_step is not None]
-        if late and max(late) >= asked.steps:
-            raise InvalidSetting(
-                f"--steps {asked.steps} ends before the event of step {max(late)}; give more"
-            )
-        scenario = replace(scenario, steps=asked.steps)
-    if asked.seed is not None:
-        scenario = replace(scenario, seed=asked.seed)
-    if len(set(asked.policies)) < len(asked.policies):
-        raise InvalidSetting(f"--policy {asked.policies[-1]} is given twice; give it once")
-    for name in asked.policies:
-        if name not in KINDS:
-            raise InvalidSetting(f"--policy {name} is unknown; {nearest(name, KINDS)}")
-        if name == "fixed" and not scenario.split:
-            raise InvalidSetting(f"--policy fixed needs split = [...] in {asked.file}")
-        if name == "static" and not scenario.resources:
-            raise InvalidSetting(f"--policy static needs a resource of each worker in {asked.file}")
-    return replace(scenario, policies=asked.policies) if asked.policies else scenario
+def _simulate(
+    *, policies: list[str], more: list[tuple[str, int]], network: float, **others: Any
+) -> int:
+    what_if = WhatIf(tuple(more), network)
+    return simulate(Asked(policies=tuple(policies), what_if=what_if, **others))
 
 
 def _directory(path: str | None, policies: Sequence[str]) -> Path | None:

@@ -1,6 +1,7 @@
 """`poise verify`: whether a script trains the same on unequal workers as in one process."""
 
 import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
+from poise.cli.options import add_script, whole
 from poise.cli.requirements import require
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.environment import launched_as
@@ -21,6 +23,37 @@ if TYPE_CHECKING:
     from poise.verify.comparison import Difference, Extent
     from poise.verify.observation import Observation, Runs, Variant
     from poise.verify.verdict import Verdict
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `verify` takes; its options may also follow the script's name."""
+    parser.usage = (
+        "poise verify [-h] [--workers N] [--steps K] SCRIPT [--workers N] [--steps K] "
+        "[--] [ARGS ...]"
+    )
+    parser.description = (
+        f"{parser.description} The script runs unchanged for a few steps: twice in one process and "
+        "once on several local workers with unequal shares; gradients and weights are compared. "
+        'Says "same training", or names the first parameter that differs and the likely cause. '
+        "Exit code 0: the same; 1: not the same; 2: could not be verified."
+    )
+    _add_options(parser)
+    add_script(parser, more="; -- before the args if they begin with one of the above")
+    parser.set_defaults(command=_verify, workers=3, steps=4)
+
+
+def options_first(words: list[str]) -> tuple[list[str], list[str]]:
+    """Part what follows a script's name: options of verify first, then words for the script.
+
+    >>> options_first(["--workers", "3", "--steps=2", "--lr", "1", "--steps", "9"])
+    (['--workers', '3', '--steps=2'], ['--lr', '1', '--steps', '9'])
+    >>> options_first(["--", "--steps", "9"])
+    ([], ['--steps', '9'])
+    """
+    end = 0
+    while end < len(words) and (option := words[end].split("=")[0]) in ("--workers", "--steps"):
+        end += 2 if words[end] == option else 1
+    return words[:end], words[end + 1 :] if words[end : end + 1] == ["--"] else words[end:]
 
 
 def verify(*, workers: int, steps: int, script: Sequence[str]) -> int:
@@ -49,6 +82,34 @@ def verify(*, workers: int, steps: int, script: Sequence[str]) -> int:
             stilled = bench.runs(stilled=True)
             print_rest(console, judge(stilled))
     return 1
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=whole("processes", 2),
+        metavar="N",
+        default=SUPPRESS,
+        help="local processes that train with unequal shares (default 3)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=whole("steps", 1),
+        metavar="K",
+        default=SUPPRESS,
+        help="steps to compare (default 4)",
+    )
+
+
+def _verify(*, script: list[str], **options: int) -> int:
+    if not script:
+        raise InvalidSetting("verify needs a script; give the path of a Python file")
+    path, *words = script
+    ours, theirs = options_first(words)
+    parser = ArgumentParser(prog="poise verify", add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    stated = parser.parse_args(ours, Namespace(**options))
+    return verify(workers=stated.workers, steps=stated.steps, script=[path, *theirs])
 
 
 def print_verdict(console: Console, runs: "Runs", verdict: "Verdict") -> None:

@@ -1,12 +1,14 @@
 """`poise watch`: run a training script unchanged, and say what its workers wait for."""
 
 import json
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from poise.cli.options import above_0, add_script, whole
 from poise.cli.requirements import require
 from poise.errors import InvalidSetting
 from poise.script import check_script, run, show_error
@@ -22,6 +24,39 @@ _FAILED = 1
 _INTERRUPTED = 130
 _OFTEN = 0.6
 """Part of the steps from which on one worker is the one that others wait for."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what `watch` takes."""
+    parser.usage = "poise watch [-h] [--every S] [--steps N] [--json] SCRIPT [ARGS ...]"
+    parser.description = (
+        f"{parser.description} The script runs unchanged, and so do its gradients; every worker is "
+        "started through this command: torchrun ... -m poise watch train.py. Worker 0 reports on "
+        "stderr: time lost waiting, on whom, why, and what another split of the same global batch "
+        "would gain. The exit code is the script's own."
+    )
+    parser.add_argument(
+        "--every",
+        dest="every_s",
+        type=above_0("a number of seconds"),
+        default=10.0,
+        metavar="S",
+        help="seconds of training between two reports (default 10)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=whole("steps", 1),
+        metavar="N",
+        help="end the report, not the script, after so many steps (default: the script's end)",
+    )
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print no reports but one JSON object, on stdout, last",
+    )
+    add_script(parser)
+    parser.set_defaults(command=watch)
 
 
 def watch(
