@@ -42,7 +42,8 @@ from rich.console import Console
 from rich.table import Table
 
 from poise.records import read_record
-from poise.sim.calibration import calibrated, scenario_text
+from poise.sim.calibration import calibrated
+from poise.sim.calibration_text import scenario_text
 from poise.sim.outcome import steps_of
 from poise.sim.scenario import Scenario
 from poise.sim.scenario_file import declared_scenario, read_scenario

@@ -16,7 +16,8 @@ from poise.cli.main import main
 from poise.core.split import optimal_split
 from poise.policy import Auto, Even, Fixed
 from poise.records import read_record, replay
-from poise.sim.calibration import calibrated, scenario_text
+from poise.sim.calibration import calibrated
+from poise.sim.calibration_text import scenario_text
 from poise.sim.outcome import outcome_of
 from poise.sim.recorded import followed
 from poise.sim.scenario_file import read_scenario

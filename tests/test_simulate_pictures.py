@@ -15,18 +15,11 @@ import pytest
 from numpy.typing import NDArray
 
 import poise.cli.requirements
+from poise.cli.plot_batches import batches
+from poise.cli.plot_curves import progress, throughput
+from poise.cli.plot_timeline import timeline
 from poise.cli.simulate_page import page, write_page
-from poise.cli.simulate_plots import (
-    DPI,
-    Picture,
-    batches,
-    check_directory,
-    draw_all,
-    pictures,
-    progress,
-    throughput,
-    timeline,
-)
+from poise.cli.simulate_plots import DPI, Picture, check_directory, draw_all, pictures
 from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario

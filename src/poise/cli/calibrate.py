@@ -8,7 +8,8 @@ from pathlib import Path
 
 from poise.errors import InvalidSetting
 from poise.records import read_record
-from poise.sim.calibration import Calibration, calibrated, scenario_text
+from poise.sim.calibration import Calibration, calibrated
+from poise.sim.calibration_text import scenario_text
 
 
 def add_arguments(parser: ArgumentParser) -> None:

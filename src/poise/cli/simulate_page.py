@@ -6,7 +6,8 @@ from html import escape
 from pathlib import Path
 
 from poise.cli.durations import duration
-from poise.cli.simulate_plots import Picture, pictures, timeline_facts
+from poise.cli.plot_timeline import timeline_facts
+from poise.cli.simulate_plots import Picture, pictures
 from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome
 from poise.sim.scenario import Scenario
