@@ -24,7 +24,8 @@ from pathlib import Path
 
 from poise.core.cluster import Network, Worker
 from poise.errors import InvalidSetting
-from poise.toml_file import Toml, is_number, is_whole, read_toml
+from poise.numbers import is_number, is_whole
+from poise.toml_file import Toml, read_toml
 
 MOST_WORKERS = 100_000
 """More are taken for a slip of the pen."""

@@ -144,15 +144,5 @@ def lines_of(text: str) -> dict[Place, int]:
     return lines
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a number, and not true or false."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, and not true or false."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _lowered(text: str) -> str:
     return text[:1].lower() + text[1:]

@@ -10,6 +10,7 @@ from poise.core.limits import UNLIMITED, Limits
 from poise.core.memory import MARGIN, samples_within
 from poise.core.timing import SpeedModel
 from poise.errors import InfeasibleSplit, InvalidSetting
+from poise.numbers import is_number, is_whole
 
 Line = tuple[float, float]
 """Seconds per sample, and fixed seconds."""
@@ -130,7 +131,7 @@ class Worker:
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        whole = isinstance(value, int) and not isinstance(value, bool)
+        whole = is_whole(value)
         optional = name in ("max_batch", "micro_batch")
         if not (whole and least <= value <= UNLIMITED) and not (optional and value is None):
             raise InvalidSetting(
@@ -214,8 +215,7 @@ def _ring(workers: int) -> float:
 
 
 def _is_amount(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value <= _MOST  # type: ignore[operator]
+    return is_number(value) and 0 <= value <= _MOST
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poise.errors import InvalidSetting
+from poise.numbers import is_whole
 
 _HALF_ROUNDS = 10
 _FEWEST_BITS = 6  # a smaller network has too few states to reach all orders evenly
@@ -105,7 +106,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 def check_seed(seed: int) -> None:
     """Raise unless the seed is one that an order can take."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _WORD:
+    if not is_whole(seed) or not 0 <= seed < _WORD:
         raise InvalidSetting(
             f"seed={seed!r} is not a whole number from 0 to 2**64 - 1; choose one of those"
         )

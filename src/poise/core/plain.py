@@ -14,6 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from poise.errors import StateMismatch
+from poise.numbers import is_whole
 
 T = TypeVar("T")
 
@@ -105,8 +106,7 @@ def _read_single(kind: Any, data: Any) -> Any:
         return data
     if kind is float:
         return float(_expect(isinstance(data, int | float | str), data))
-    whole = kind is not int or not isinstance(data, bool)
-    return _expect(isinstance(data, kind) and whole, data)
+    return _expect(is_whole(data) if kind is int else isinstance(data, kind), data)
 
 
 def _read_one_of(kinds: tuple[Any, ...], data: Any) -> Any:

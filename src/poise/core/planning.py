@@ -7,6 +7,7 @@ from poise.core.cluster import Network, Worker, limits_of, speed_model
 from poise.core.plan import Plan, best_plan
 from poise.core.split import Optimum, optimal_split
 from poise.errors import InfeasibleSplit, InvalidSetting
+from poise.numbers import is_whole
 
 
 def plan(workers: Sequence[Worker], network: Network | None = None, *, global_batch: int) -> Plan:
@@ -21,7 +22,7 @@ def plan(workers: Sequence[Worker], network: Network | None = None, *, global_ba
     >>> round(best.predict((32, 32)) / best.step_s, 2)  # how much longer the even split takes
     1.86
     """
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+    if not is_whole(global_batch) or global_batch < 1:
         raise InvalidSetting(
             f"global_batch={global_batch!r} is not a number of samples; give a whole number from 1"
         )

@@ -10,6 +10,7 @@ import numpy as np
 from poise.core.limits import Limits
 from poise.core.timing import Floats, Ints, StepTimes
 from poise.errors import InfeasibleSplit, InvalidSetting
+from poise.numbers import is_whole
 
 Split = tuple[int, ...]
 """Local batches, one per worker."""
@@ -66,7 +67,7 @@ def check_split(split: Sequence[int], workers: int, global_batch: int) -> Split:
         )
     right = set(map(type, found)) == {int} and min(found) >= 0  # quick for 10,000 workers
     for worker, local in () if right else enumerate(found):
-        if isinstance(local, bool) or not isinstance(local, int):
+        if not is_whole(local):
             raise InvalidSetting(
                 f"split {list(found)} gives worker {worker} {local!r}; "
                 "a local batch is a whole number of samples"

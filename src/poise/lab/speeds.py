@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 
 from poise.errors import InvalidSetting
+from poise.numbers import is_number
 
 SLOWEST = 0.001
 """The kernel grants at least 1 ms of every second."""
@@ -48,12 +49,11 @@ def checked_speeds(speeds: Iterable[float], where: str = "speeds") -> tuple[floa
 
 def checked_speed(speed: object, where: str = "speeds") -> float:
     """Return a speed as a number; raise unless it can be kept."""
-    number = isinstance(speed, int | float) and not isinstance(speed, bool)
-    if not number or not SLOWEST <= speed < math.inf:  # type: ignore[operator] # a number here
+    if not is_number(speed) or not SLOWEST <= speed < math.inf:
         raise InvalidSetting(
             f"{where} has {speed!r}; give a number of cores from {SLOWEST} up, such as 0.5"
         )
-    return float(speed)  # type: ignore[arg-type] # a number here
+    return float(speed)
 
 
 def shown(speeds: Iterable[float]) -> str:

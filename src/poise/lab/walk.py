@@ -17,7 +17,8 @@ from pathlib import Path
 
 from poise.errors import InvalidSetting
 from poise.lab.speeds import checked_speeds
-from poise.toml_file import Toml, is_number, is_whole, read_toml
+from poise.numbers import is_number, is_whole
+from poise.toml_file import Toml, read_toml
 
 _KEYS = ("at_step", "at_s", "speeds")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from poise.core.observation import Change, Event
 from poise.core.split import Split, check_split
 from poise.errors import InvalidSetting
+from poise.numbers import is_whole
 from poise.policy.base import Decision, Schedule
 
 
@@ -58,7 +59,7 @@ class Fixed:
 
 
 def _check_entry(step: object, split: object) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if not is_whole(step) or step < 0:
         raise InvalidSetting(
             f"Fixed has a split for step {step!r}; steps are whole numbers counted from 0"
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from poise.core.observation import Change, Event
 from poise.errors import InvalidSetting
+from poise.numbers import is_number
 from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
 
@@ -63,5 +64,4 @@ class Static:
 
 
 def _is_resource(amount: object) -> bool:
-    number = isinstance(amount, int | float) and not isinstance(amount, bool)
-    return number and 0 < amount < float("inf")  # type: ignore[operator]
+    return is_number(amount) and 0 < amount < float("inf")

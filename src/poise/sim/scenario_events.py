@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from poise.errors import InvalidSetting
+from poise.numbers import is_number
 from poise.sim.scenario import Event, What
 from poise.sim.scenario_keys import Keys
-from poise.toml_file import is_number, nearest
+from poise.toml_file import nearest
 
 MOVES: tuple[What, ...] = ("leaves", "fails", "joins")
 """What changes who is there."""

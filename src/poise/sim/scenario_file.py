@@ -28,6 +28,7 @@ import numpy as np
 from poise.cluster_file import declared_cluster
 from poise.engine.modes import Mode, mode_of
 from poise.errors import InvalidSetting
+from poise.numbers import is_number, is_whole
 from poise.policy.naming import KINDS
 from poise.sim.scenario import Drift, Failures, Noise, Scenario, Server
 from poise.sim.scenario_checks import check
@@ -36,7 +37,7 @@ from poise.sim.scenario_keys import LEAST, MOST, Keys, above_0, from_0
 from poise.sim.scenario_network import declared_network
 from poise.sim.scenario_training import declared_epoch, declared_learning
 from poise.sim.truth import Bend
-from poise.toml_file import Toml, is_number, is_whole, nearest, read_toml
+from poise.toml_file import Toml, nearest, read_toml
 
 MOST_STEPS = 10_000_000
 _TOP = (

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from poise.cluster_file import DeclaredCluster
 from poise.errors import InvalidSetting
-from poise.toml_file import Toml, is_number, is_whole
+from poise.numbers import is_number, is_whole
+from poise.toml_file import Toml
 
 T = TypeVar("T")
 Number = TypeVar("Number", bound=float | None)

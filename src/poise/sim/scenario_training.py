@@ -2,9 +2,9 @@
 
 from poise.engine.adaptation import Adaptation
 from poise.errors import InvalidSetting
+from poise.numbers import is_number, is_whole
 from poise.sim.scenario import Learning
 from poise.sim.scenario_keys import LEAST, MOST, Keys
-from poise.toml_file import is_number, is_whole
 
 _KEYS = ("noise_scale", "start_batch", "target_samples", "epoch_samples", "adapt", "stride")
 
