@@ -109,9 +109,7 @@ def text_of(toml: Toml, key: str) -> str:
     """Return a text at the top level of a file, or none."""
     value = toml.tables.get(key, "")
     if not isinstance(value, str):
-        raise InvalidSetting(
-            f"{toml.where(key=key)} has {key}={value!r}; give text in quotation marks"
-        )
+        raise toml.refused("", 0, key, "text in quotation marks")
     return value
 
 
@@ -129,11 +127,9 @@ def _training(toml: Toml) -> tuple[float | None, int | None]:
     toml.check_keys(_TRAINING, "training")
     scale, start = table.get("noise_scale"), table.get("start_batch")
     if scale is not None and not (is_number(scale) and 0 <= scale < math.inf):
-        where = toml.where("training", key="noise_scale")
-        raise InvalidSetting(f"{where} has noise_scale={scale!r}; give samples from 0 up")
+        raise toml.refused("training", 0, "noise_scale", "samples from 0 up")
     if start is not None and not (is_whole(start) and start >= 1):
-        where = toml.where("training", key="start_batch")
-        raise InvalidSetting(f"{where} has start_batch={start!r}; give a whole number from 1 up")
+        raise toml.refused("training", 0, "start_batch", "a whole number from 1 up")
     return (None if scale is None else float(scale)), start
 
 
@@ -171,19 +167,14 @@ def _workers(toml: Toml, of_others: Collection[str]) -> tuple[tuple[Worker, ...]
 def _worker(toml: Toml, number: int, of_others: Collection[str]) -> tuple[Worker, int]:
     """Return the worker of a table, under the table's name, and how many there are."""
     table = toml.table("worker", number)
-
-    def refuse(key: str, required: str) -> InvalidSetting:
-        where = toml.where("worker", number, key)
-        return InvalidSetting(f"{where} has {key}={table[key]!r}; give {required}")
-
     name, count = table.get("name", ""), table.get("count", 1)
     if not isinstance(name, str) or ("name" in table and not name.strip()):
-        raise refuse("name", "text, or leave it out")
+        raise toml.refused("worker", number, "name", "text, or leave it out")
     toml.check_keys((*_WORKER, *of_others), "worker", number)
     if not (is_whole(count) and count >= 1):
-        raise refuse("count", "a whole number from 1 up")
+        raise toml.refused("worker", number, "count", "a whole number from 1 up")
     if not isinstance(table.get("ready_s", []), list):
-        raise refuse("ready_s", "a list with a pair per bucket")
+        raise toml.refused("worker", number, "ready_s", "a list with a pair per bucket")
     own = {key: value for key, value in table.items() if key != "count" and key not in of_others}
     try:
         return Worker(**own), count

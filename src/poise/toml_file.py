@@ -84,6 +84,12 @@ class Toml:
             )
         return found
 
+    def refused(self, table: str, number: int, key: str, required: str) -> InvalidSetting:
+        """Return the error of a value that is not allowed."""
+        found = self.table(table, number).get(key)
+        where = self.where(table, number, key)
+        return InvalidSetting(f"{where} has {key}={found!r}; give {required}")
+
     def blame(self, error: Exception, table: str, number: int = 0) -> InvalidSetting:
         """Return an error with the line of the key that it speaks of, if it names one."""
         named = [key for key in self.table(table, number) if f"{key}=" in str(error)]

@@ -7,7 +7,7 @@ import numpy as np
 
 from poise.cli.plot_choice import spread
 from poise.cli.plot_events import felt_first, in_words
-from poise.cli.plot_style import CALM, FAINT
+from poise.cli.plot_style import CALM, FAINT, new_figure
 from poise.cli.plot_text import (
     QUIET,
     Entry,
@@ -39,11 +39,8 @@ _AXES_IN = 6.6
 
 def batches(scenario: Scenario, outcome: Outcome) -> "Figure":
     """Draw local batches over steps: a line per worker, or of many the mean and range per kind."""
-    from matplotlib.figure import Figure
-
     course = outcome.course
-    figure = Figure(figsize=(8.8, 4.4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(4.4)
     if scenario.workers <= MOST_LINES:
         lines, how = _draw_workers(axes, scenario, course), ""
     else:
@@ -112,7 +109,7 @@ def _draw_kinds(
 ) -> tuple[list[Entry], str]:
     """Draw the mean and range of each kind; return the lines by name, and how to read them."""
     steps = _edges(course)
-    kinds = _chosen_kinds(scenario, MOST_LINES)
+    kinds = spread(range(len(scenario.cluster.kinds)), MOST_LINES)
     lines: list[tuple[float, Entry]] = []
     for kind, color in zip(kinds, CALM, strict=False):
         found = [_of_kind(scenario, point, kind) for point in (*course, course[-1])]
@@ -133,11 +130,6 @@ def _how_to_read(scenario: Scenario, shown: Sequence[int]) -> str:
     some = f"{len(shown)} of {len(kinds):,} {'workers' if alone else 'kinds'}"
     notes = [some] if len(shown) < len(kinds) else []
     return "; ".join(notes if alone else [*notes, "mean and range of each kind"])
-
-
-def _chosen_kinds(scenario: Scenario, most: int) -> list[int]:
-    """Return the numbers of the kinds to show."""
-    return spread(range(len(scenario.cluster.kinds)), most)
 
 
 def _of_kind(scenario: Scenario, point: Point, kind: int) -> Floats:

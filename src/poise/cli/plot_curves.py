@@ -7,17 +7,8 @@ import numpy as np
 
 from poise.cli.durations import duration
 from poise.cli.plot_events import felt_at
-from poise.cli.plot_style import color_of, mark, stroke
-from poise.cli.plot_text import (
-    QUIET,
-    Entry,
-    Label,
-    head,
-    label_above,
-    legend_beside,
-    noted,
-    tidy,
-)
+from poise.cli.plot_style import color_of, mark, new_figure, stroke
+from poise.cli.plot_text import QUIET, Entry, Label, head, label_above, legend_beside, noted, tidy
 from poise.core.timing import Floats
 from poise.engine.modes import Sync
 from poise.sim.outcome import Outcome, Point
@@ -39,12 +30,9 @@ _CLOCKS = ((1.0, "seconds", 120.0), (60.0, "minutes", 7200.0), (3600.0, "hours",
 
 def throughput(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure":
     """Draw the samples per second of each policy over virtual time, and of the best split."""
-    from matplotlib.figure import Figure
-
     shown = drawable(outcomes)
     unit_s, unit = _clock(shown)
-    figure = Figure(figsize=(8.8, 4.4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(4.4)
     entries = list(_draw_ideal(axes, scenario, shown, unit_s))
     for each in shown:
         entries.append(_draw_rates(axes, scenario, each, unit_s))
@@ -64,15 +52,12 @@ def throughput(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure":
 
 def progress(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure | None":
     """Draw how near each policy is to the goal, over virtual time; None: there is no goal."""
-    from matplotlib.figure import Figure
-
     goal = None if scenario.learning is None else scenario.learning.target_samples
     if goal is None:
         return None
     shown = drawable(outcomes)
     unit_s, unit = _clock(shown)
-    figure = Figure(figsize=(8.8, 4.4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(4.4)
     longest_s = max((each.clock_s for each in shown), default=unit_s)
     axes.set_xlim(0, 1.01 * longest_s / unit_s)
     axes.set_ylim(0, 100)

@@ -1,6 +1,10 @@
 """The colors and strokes that pictures of a simulation share."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CALM = (
     *("#1b6ca8", "#c9803a", "#3a7d44", "#8d5a97", "#b8483f", "#3f9c9c"),
@@ -18,6 +22,14 @@ _POLICIES = {
     "static": "#3f9c9c",
     "fixed": "#a8577e",
 }
+
+
+def new_figure(height_in: float) -> "tuple[Figure, Axes]":
+    """Return an empty picture, as wide as all of them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.8, height_in), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def color_of(policy: str) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 
 from poise.cli.durations import duration
 from poise.cli.plot_choice import chosen_workers, everyone_in
-from poise.cli.plot_style import FAINT
+from poise.cli.plot_style import FAINT, new_figure
 from poise.cli.plot_text import QUIET, counted, head, legend_below, name_of, noted, thousands
 from poise.core.timing import Floats
 from poise.engine.modes import Sync
@@ -41,13 +41,10 @@ def timeline(scenario: Scenario, outcome: Outcome) -> "Figure":
     Steps stand end to end, from 0. Asynchronous ones are the times in which a global batch was
     pushed: how long a worker waited in each is known, not when, so that it is drawn at the end.
     """
-    from matplotlib.figure import Figure
-
     steps, everyone = outcome.timeline, everyone_in(outcome.timeline)
     workers = chosen_workers(scenario, steps)
     row_in = _ROW_IN if len(workers) <= _FEW_ROWS else _LOW_ROW_IN
-    figure = Figure(figsize=(8.8, 2.0 + row_in * len(workers)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(2.0 + row_in * len(workers))
     begins_ms = 1e3 * np.cumsum([0.0, *(step.lasts_s for step in steps)])
     used = _draw_bars(axes, scenario, steps, workers, begins_ms)
     axes.vlines(begins_ms[1:-1], -0.5, len(workers) - 0.5, color=FAINT, linewidth=0.7, zorder=0.5)

@@ -9,6 +9,8 @@ from subprocess import Popen
 from threading import Thread
 from typing import Any
 
+from poise.lab.processes import how_ended
+
 Message = dict[str, Any]
 
 
@@ -16,8 +18,7 @@ class WorkerEnded(Exception):
     """A worker process ended before its work was done."""
 
     def __init__(self, worker: int, exit_code: int) -> None:
-        how = f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
-        super().__init__(f"worker {worker} ended with {how}")
+        super().__init__(f"worker {worker} ended with {how_ended(exit_code)}")
         self.worker = worker
 
 

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from poise.lab.crew import Crew
 from poise.lab.member import Member
+from poise.lab.processes import how_ended
 
 _GRACE_S = 5.0
 """How long the others may go on when one has failed, or workers when their server has ended."""
@@ -13,33 +15,21 @@ _FAILED = 1
 _SIGNALED = 128
 
 
+@dataclass(frozen=True)
 class Ending:
-    """Waits for the end of a training, and says who failed.
+    """Waits for the end of a training, and says who failed."""
 
-    Args:
-        crew: the workers, and their server.
-        order: the workers that have ended, in this order, as far as it is known.
-        check: raises if the lab itself has failed.
-        lift: ends all throttling, so that workers can end, or say their own error, in time.
-        say: what to do with a remark.
-    """
-
-    def __init__(
-        self,
-        crew: Crew,
-        order: Sequence[int],
-        *,
-        check: Callable[[], None],
-        lift: Callable[[], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._crew = crew
-        self._order = order
-        self._check = check
-        self._lift = lift
-        self._say = say
-        self._said: set[int] = set()
-        """Workers of whom was said that they have failed."""
+    crew: Crew
+    order: Sequence[int]
+    """The workers that have ended, in this order, as far as it is known."""
+    check: Callable[[], None]
+    """Raises if the lab itself has failed."""
+    lift: Callable[[], None]
+    """Ends all throttling, so that workers can end, or say their own error, in time."""
+    say: Callable[[str], None]
+    """What to do with a remark."""
+    said: set[int] = field(default_factory=set)
+    """Workers that were said to have failed."""
 
     def of_workers(self) -> int:
         """Wait until all workers have ended, or some seconds longer than the first that fails.
@@ -47,19 +37,19 @@ class Ending:
         Returns 0, or the exit code of that one.
         """
         deadline: float | None = None
-        while self._crew.running() and (deadline is None or time.monotonic() < deadline):
-            self._check()
-            if deadline is None and self._crew.failed():
+        while self.crew.running() and (deadline is None or time.monotonic() < deadline):
+            self.check()
+            if deadline is None and self.crew.failed():
                 deadline = time.monotonic() + _GRACE_S
-                self._lift()
+                self.lift()
             time.sleep(_LOOK_S)
-        self._check()
-        failed = self._crew.failed()
+        self.check()
+        failed = self.crew.failed()
         if not failed:
             return 0
-        order = list(self._order)
+        order = list(self.order)
         first = min(failed, key=lambda w: order.index(w) if w in order else len(order))
-        self._say(f"worker {first} ended first, with {_ending(failed[first])}")
+        self.say(f"worker {first} ended first, with {how_ended(failed[first])}")
         return _as_exit_code(failed[first])
 
     def of_server(self, server: Member) -> int:
@@ -69,9 +59,9 @@ class Ending:
         """
         deadline: float | None = None
         while server.process.poll() is None:
-            self._check()
+            self.check()
             self._say_who_failed()
-            missing = self._crew.missing()
+            missing = self.crew.missing()
             if missing is None:
                 deadline = None
             elif deadline is None:
@@ -81,40 +71,36 @@ class Ending:
             time.sleep(_LOOK_S)
         code = server.process.returncode
         if code:
-            self._say(f"the server ended with {_ending(code)}")
-        self._lift()
+            self.say(f"the server ended with {how_ended(code)}")
+        self.lift()
         self._wait_for_workers(failing=code != 0)
         return _as_exit_code(code)
 
     def _wait_for_workers(self, *, failing: bool) -> None:
         deadline = time.monotonic() + _GRACE_S
-        while self._crew.running() and time.monotonic() < deadline:
-            self._check()
+        while self.crew.running() and time.monotonic() < deadline:
+            self.check()
             time.sleep(_LOOK_S)
-        self._check()
+        self.check()
         if not failing:
             self._say_who_failed()
 
     def _give_up(self, missing: int) -> int:
         """Return the exit code of a worker without which the server waits forever, and say why."""
-        self._say(
-            f"worker {self._crew.number(missing)} ended before training started, which takes all "
-            f"{len(self._crew.workers)}; the rest is ended"
+        self.say(
+            f"worker {self.crew.number(missing)} ended before training started, which takes all "
+            f"{len(self.crew.workers)}; the rest is ended"
         )
-        return _as_exit_code(self._crew.workers[missing].process.returncode) or _FAILED
+        return _as_exit_code(self.crew.workers[missing].process.returncode) or _FAILED
 
     def _say_who_failed(self) -> None:
         """Say once of each worker that it has failed."""
-        for worker, code in self._crew.failed().items():
-            if worker not in self._said:
-                self._said.add(worker)
-                self._say(f"worker {self._crew.number(worker)} ended with {_ending(code)}")
+        for worker, code in self.crew.failed().items():
+            if worker not in self.said:
+                self.said.add(worker)
+                self.say(f"worker {self.crew.number(worker)} ended with {how_ended(code)}")
 
 
 def _as_exit_code(code: int) -> int:
     """Return an exit code, of a shell's kind for a process that a signal ended."""
     return code if code >= 0 else _SIGNALED - code
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"

@@ -14,10 +14,10 @@ from poise.errors import InvalidSetting, OutOfOrder
 from poise.lab.crew import Crew
 from poise.lab.ending import Ending
 from poise.lab.guard import Guard
-from poise.lab.launching import Launching, Streams
+from poise.lab.launching import Launching
 from poise.lab.leftovers import clear, lab_name, stale_belongings
 from poise.lab.listener import Listener
-from poise.lab.member import Member
+from poise.lab.member import Member, Streams
 from poise.lab.network import Network, check_privileges
 from poise.lab.output import Output
 from poise.lab.pacing import Pace
@@ -170,12 +170,9 @@ class Lab:
         Returns 0, or the exit code of that one; leaving the lab ends the others. With a server,
         waits until that has ended, whoever of the workers fails, and returns its exit code.
         """
+        order = () if self._listener is None else self._listener.ended
         ending = Ending(
-            self._crew,
-            () if self._listener is None else self._listener.ended,
-            check=self._raise_failure,
-            lift=self._control.lift,
-            say=self._say,
+            self._crew, order, check=self._raise_failure, lift=self._control.lift, say=self._say
         )
         server = self._crew.server
         return ending.of_workers() if server is None else ending.of_server(server)

@@ -2,10 +2,10 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from poise.environment import for_joining, for_secret, for_server, for_worker
-from poise.lab.member import Member, launch
+from poise.lab.member import Member, Streams, launch
 from poise.lab.network import Network
 from poise.lab.processes import free_port
 from poise.lab.setup import Setup
@@ -22,73 +22,59 @@ page faults of the next step then take a third of a small step's time, on some w
 
 
 @dataclass(frozen=True)
-class Streams:
-    """Where output goes: None to a pipe, else as in `subprocess`."""
-
-    stdout: int | None
-    stderr: int | None
-
-
 class Launching:
-    """Starts workers and a server that meet at one address; each waits to be let go on.
+    """Starts workers and a server that meet at one address; each waits to be let go on."""
 
-    Args:
-        setup: what is asked for.
-        network: that they are in, if they have one of their own.
-        arguments: what would follow `python`.
-        streams: of all of them.
-        environment: more variables for all of them.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        network: Network | None,
-        arguments: Sequence[str],
-        streams: Streams,
-        environment: Mapping[str, str],
-    ) -> None:
-        self._setup = setup
-        self._network = network
-        self._arguments = arguments
-        self._streams = streams
-        self._port = free_port()
-        self._host = _LOOPBACK
-        self._more = dict(environment)
-        if setup.mode is not None and network is not None:
-            self._host = network.server_host
-            self._more = for_secret(secrets.token_hex(16)) | self._more
+    setup: Setup
+    network: Network | None
+    """That they are in, if they have one of their own."""
+    arguments: Sequence[str]
+    """What would follow `python`."""
+    streams: Streams
+    environment: Mapping[str, str]
+    """More variables for all of them."""
+    port: int = field(default_factory=free_port)
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))
+    """By which they know each other in a network of their own."""
 
     def server(self) -> Member:
         """Start the server, which no speed limits."""
-        workers = str(len(self._setup.speeds))
-        options = ["--host", self._host, "--port", str(self._port), "--workers", workers]
-        options += ["--closed", "--mode", str(self._setup.mode)]
+        host, port = self._address.split(":")
+        options = ["--host", host, "--port", port, "--workers", str(len(self.setup.speeds))]
+        options += ["--closed", "--mode", str(self.setup.mode)]
         return launch(
-            ["-m", "poise", "serve", *options, "--", *self._arguments],
+            ["-m", "poise", "serve", *options, "--", *self.arguments],
             _ALIKE | for_server() | self._more,
-            inside=() if self._network is None else self._network.inside(self._network.server),
+            inside=() if self.network is None else self.network.inside(self.network.server),
             pace=None,
             speed=1.0,
-            stdout=self._streams.stdout,
-            stderr=self._streams.stderr,
+            streams=self.streams,
         )
 
     def worker(self, worker: int, speed: float) -> Member:
         """Start a worker; its pace, if it has one, begins with this speed."""
-        network = {} if self._network is None else self._network.environment()
+        network = {} if self.network is None else self.network.environment()
         return launch(
-            self._arguments,
+            self.arguments,
             _ALIKE | self._placed(worker) | self._more | network,
-            inside=() if self._network is None else self._network.inside(worker),
-            pace=self._setup.pace,
+            inside=() if self.network is None else self.network.inside(worker),
+            pace=self.setup.pace,
             speed=speed,
-            stdout=self._streams.stdout,
-            stderr=self._streams.stderr,
+            streams=self.streams,
         )
 
+    @property
+    def _address(self) -> str:
+        """Where the server listens."""
+        return f"{_LOOPBACK if self.network is None else self.network.server_host}:{self.port}"
+
+    @property
+    def _more(self) -> dict[str, str]:
+        shared = self.setup.mode is not None and self.network is not None
+        return (for_secret(self.secret) if shared else {}) | dict(self.environment)
+
     def _placed(self, worker: int) -> dict[str, str]:
-        workers = len(self._setup.speeds)
-        if self._setup.mode is None:
-            return for_worker(worker, workers, self._port)
-        return for_joining(worker + 1, workers, f"{self._host}:{self._port}")
+        workers = len(self.setup.speeds)
+        if self.setup.mode is None:
+            return for_worker(worker, workers, self.port)
+        return for_joining(worker + 1, workers, self._address)

@@ -13,6 +13,14 @@ from poise.lab.pacing import Pace
 from poise.lab.throttle import Throttle
 
 
+@dataclass(frozen=True)
+class Streams:
+    """Where output goes: None to a pipe, else as in `subprocess`."""
+
+    stdout: int | None
+    stderr: int | None
+
+
 @dataclass
 class Member:
     """A worker's process and what is known of it."""
@@ -63,8 +71,7 @@ def launch(
     inside: Sequence[str],
     pace: Pace | None,
     speed: float,
-    stdout: int | None,
-    stderr: int | None,
+    streams: Streams,
 ) -> Member:
     """Start a worker, which waits to be let go on.
 
@@ -74,8 +81,7 @@ def launch(
         inside: what stands before the command.
         pace: how it sleeps, if it does.
         speed: the speed that its pace begins with.
-        stdout: None makes a pipe; else as in `subprocess`.
-        stderr: the same.
+        streams: where its output goes.
     """
     ours, theirs = socket.socketpair()
     paced = "-" if pace is None else f"{pace.per_sample_s!r},{pace.fixed_s!r}"
@@ -86,8 +92,8 @@ def launch(
             env=environment,
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
-            stdout=PIPE if stdout is None else stdout,
-            stderr=PIPE if stderr is None else stderr,
+            stdout=PIPE if streams.stdout is None else streams.stdout,
+            stderr=PIPE if streams.stderr is None else streams.stderr,
             start_new_session=True,  # an interrupt is for the lab; the guard finds all it starts
             text=True,
             errors="replace",

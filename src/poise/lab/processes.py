@@ -46,6 +46,15 @@ def free_port() -> int:
     return port
 
 
+def how_ended(code: int) -> str:
+    """Say what a process returned.
+
+    >>> how_ended(1), how_ended(-9)
+    ('exit code 1', 'signal 9')
+    """
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.terminate()

@@ -96,20 +96,20 @@ def _change(toml: Toml, number: int, workers: int) -> Change:
     where = toml.where("change", number, "speeds")
     speeds = table.get("speeds")
     if not isinstance(speeds, list):
-        raise InvalidSetting(f"{where} has speeds={speeds!r}; give a list with one per worker")
+        raise toml.refused("change", number, "speeds", "a list with one per worker")
     if len(speeds) != workers:
         raise InvalidSetting(
             f"{where} has {len(speeds)} speeds for {workers} workers; give one per worker"
         )
     found = checked_speeds(speeds, where)
     if "at_step" in table:
-        where, step = toml.where("change", number, "at_step"), table["at_step"]
+        step = table["at_step"]
         if not (is_whole(step) and step >= 1):
-            raise InvalidSetting(f"{where} has at_step={step!r}; give a whole number from 1 up")
+            raise toml.refused("change", number, "at_step", "a whole number from 1 up")
         return Change(speeds=found, at_step=step)
-    where, at_s = toml.where("change", number, "at_s"), table["at_s"]
+    at_s = table["at_s"]
     if not (is_number(at_s) and 0 <= at_s < math.inf):
-        raise InvalidSetting(f"{where} has at_s={at_s!r}; give seconds from 0 up")
+        raise toml.refused("change", number, "at_s", "seconds from 0 up")
     return Change(speeds=found, at_s=float(at_s))
 
 

@@ -252,14 +252,8 @@ def _groups(seen: Sequence[Observation]) -> list[list[int]]:
 
 def _usual_s(steps: Sequence[Observation]) -> float:
     """Return the mean step; what a spike made much longer is left out."""
-    lengths = np.array([_length_s(each) for each in steps])
+    lengths = np.array([each.length_s for each in steps], dtype=np.float64)
     return float(lengths[lengths <= _SPIKE * np.median(lengths)].mean())
-
-
-def _length_s(observation: Observation) -> float:
-    length = observation.length_s
-    assert length is not None
-    return length
 
 
 def _noise(seen: Sequence[Observation], fit: Fit) -> Noise:

@@ -43,10 +43,10 @@ def _event(keys: Keys, steps: int, names: Mapping[str, int], number: int) -> Eve
     workers = () if kind == "slower_network" else _concerned(keys, names, number)
     if kind in MOVES:
         if table[kind] is not True:
-            raise keys.refused("event", number, kind, "true, or leave it out")
+            raise keys.toml.refused("event", number, kind, "true, or leave it out")
         for key in ("over_steps", "for_steps"):
             if key in table:
-                raise keys.refused("event", number, key, f"it to what gets slower, no {kind}")
+                raise keys.toml.refused("event", number, key, f"it to what gets slower, no {kind}")
         return Event(what=kind, workers=workers, **when)
     factor = keys.number(kind, 1.0, "event", number, least=1e-6, most=1e6)
     return Event(
@@ -62,15 +62,11 @@ def _event(keys: Keys, steps: int, names: Mapping[str, int], number: int) -> Eve
 def _walk(keys: Keys, steps: int, number: int) -> Event:
     toml = keys.toml
     toml.check_keys(_WALK, "walk", number)
-    speeds = toml.table("walk", number).get("speeds")
-    workers = len(keys.cluster.workers)
-    right = (
-        isinstance(speeds, list)
-        and len(speeds) == workers
-        and all(is_number(each) and 1e-6 <= each <= 1e6 for each in speeds)  # noqa: PLR2004
-    )
-    if not isinstance(speeds, list) or not right:
-        raise keys.refused(
+    found, workers = toml.table("walk", number).get("speeds"), len(keys.cluster.workers)
+    speeds = found if isinstance(found, list) else []
+    allowed = all(is_number(each) and 1e-6 <= each <= 1e6 for each in speeds)  # noqa: PLR2004
+    if len(speeds) != workers or not allowed:
+        raise keys.toml.refused(
             "walk", number, "speeds", f"{workers} numbers above 0: 1 is as fast as declared"
         )
     when = _when(keys, steps, "walk", number)
@@ -105,7 +101,7 @@ def _concerned(keys: Keys, names: Mapping[str, int], number: int) -> tuple[int, 
     workers: list[int] = []
     for word in words:
         if not isinstance(word, str):
-            raise keys.refused("event", number, "worker", "a name, or a list of names")
+            raise keys.toml.refused("event", number, "worker", "a name, or a list of names")
         if word == _EVERYONE:
             workers += names.values()
         elif word in names:
@@ -117,5 +113,5 @@ def _concerned(keys: Keys, names: Mapping[str, int], number: int) -> tuple[int, 
             hint = nearest(str(word), known if len(known) < 50 else list(kinds))  # noqa: PLR2004
             raise InvalidSetting(f"{where} has worker={word!r}, who is not there; {hint}")
     if not workers:
-        raise keys.refused("event", number, "worker", "a name, or leave it out for all")
+        raise keys.toml.refused("event", number, "worker", "a name, or leave it out for all")
     return tuple(dict.fromkeys(workers))

@@ -28,38 +28,21 @@ import numpy as np
 from poise.cluster_file import declared_cluster
 from poise.engine.modes import Mode, mode_of
 from poise.errors import InvalidSetting
-from poise.numbers import is_number, is_whole
+from poise.numbers import is_whole
 from poise.policy.naming import KINDS
 from poise.sim.scenario import Drift, Failures, Noise, Scenario, Server
 from poise.sim.scenario_checks import check
 from poise.sim.scenario_events import declared_events
-from poise.sim.scenario_keys import LEAST, MOST, Keys, above_0, from_0
+from poise.sim.scenario_keys import LEAST, Keys, above_0, from_0, pair_of
 from poise.sim.scenario_network import declared_network
 from poise.sim.scenario_training import declared_epoch, declared_learning
 from poise.sim.truth import Bend
 from poise.toml_file import Toml, nearest, read_toml
 
 MOST_STEPS = 10_000_000
-_TOP = (
-    "seed",
-    "steps",
-    "global_batch",
-    "mode",
-    "policies",
-    "split",
-    "lead",
-    "restart_s",
-    "network",
-    "training",
-    "noise",
-    "drift",
-    "failures",
-    "loader",
-    "server",
-    "calibration",
-    "event",
-    "walk",
-)
+_VALUES = ("seed", "steps", "global_batch", "mode", "policies", "split", "lead", "restart_s")
+_TABLES = ("network", "training", "noise", "drift", "failures", "loader", "server", "calibration")
+_TOP = (*_VALUES, *_TABLES, "event", "walk")
 _WORKER = ("price_per_hour", "resource", "tile", "knee", "power", "link_bytes_per_s")
 _NOISE = ("cv", "correlation", "spike_chance", "spike")
 _DRIFT = ("per_step", "memory_steps")
@@ -154,7 +137,7 @@ def _split(keys: Keys, global_batch: int) -> tuple[int, ...]:
     found = keys.toml.tables["split"]
     whole = isinstance(found, list) and all(is_whole(each) and each >= 0 for each in found)
     if not whole or sum(found) != global_batch:
-        raise keys.refused(
+        raise keys.toml.refused(
             "", 0, "split", f"local batches that add up to global_batch={global_batch}"
         )
     return tuple(found)
@@ -169,14 +152,8 @@ def _bend(keys: Keys) -> Bend:
     tile = keys.of_workers("tile", 1.0, above_0, "a number of samples above 0")
     knee = keys.of_workers("knee", (0.0, 1.0), _knee, _KNEE)
     power = keys.of_workers("power", (1.0, 1.0), _power, _POWER)
-    bend: dict[str, Any] = {}
-    if tile:
-        bend["tile"] = tile
-    if knee:
-        bend["knee"] = tuple(np.array(knee).T)
-    if power:
-        bend["power"] = tuple(np.array(power).T)
-    return Bend.of(**bend)
+    bend = {"tile": tile, "knee": tuple(np.array(knee).T), "power": tuple(np.array(power).T)}
+    return Bend.of(**{key: values for key, values in bend.items() if values})
 
 
 def _noise(keys: Keys) -> Noise:
@@ -222,21 +199,15 @@ def _error(keys: Keys) -> float | None:
 def _notes(keys: Keys) -> tuple[str, ...]:
     found = keys.toml.table("calibration").get("notes", [])
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise keys.refused("calibration", 0, "notes", "a list of texts")
+        raise keys.toml.refused("calibration", 0, "notes", "a list of texts")
     return tuple(found)
 
 
 def _knee(value: Any) -> tuple[float, float] | None:
-    pair = _pair(value)
+    pair = pair_of(value)
     return pair if pair is not None and pair[0] >= 0 and pair[1] >= 1 else None
 
 
 def _power(value: Any) -> tuple[float, float] | None:
-    pair = _pair(value)
+    pair = pair_of(value)
     return pair if pair is not None and min(pair) >= LEAST and pair[0] <= 10 else None  # noqa: PLR2004
-
-
-def _pair(value: Any) -> tuple[float, float] | None:
-    numbers = isinstance(value, list) and len(value) == 2 and all(map(is_number, value))  # noqa: PLR2004
-    inside = numbers and all(0 <= each <= MOST for each in value)
-    return (float(value[0]), float(value[1])) if inside else None

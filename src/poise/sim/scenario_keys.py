@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from poise.cluster_file import DeclaredCluster
-from poise.errors import InvalidSetting
 from poise.numbers import is_number, is_whole
 from poise.toml_file import Toml
 
@@ -39,7 +38,7 @@ class Keys:
         if key not in found:
             return default
         if not (is_number(found[key]) and least <= found[key] <= most):
-            raise self.refused(table, number, key, f"a number from {least:g} to {most:g}")
+            raise self.toml.refused(table, number, key, f"a number from {least:g} to {most:g}")
         return float(found[key])
 
     def whole(
@@ -57,7 +56,7 @@ class Keys:
         if key not in found:
             return default
         if not (is_whole(found[key]) and least <= found[key] <= most):
-            raise self.refused(table, number, key, f"a whole number from {least} to {most}")
+            raise self.toml.refused(table, number, key, f"a whole number from {least} to {most}")
         return int(found[key])
 
     def of_workers(
@@ -78,15 +77,9 @@ class Keys:
         for number, (table, kind) in enumerate(zip(tables, self.cluster.kinds, strict=True), 1):
             value = check(table[key]) if key in table else default
             if value is None:
-                raise self.refused("worker", number, key, required)
+                raise self.toml.refused("worker", number, key, required)
             values += [value] * kind.count
         return tuple(values)
-
-    def refused(self, table: str, number: int, key: str, required: str) -> InvalidSetting:
-        """Return the error of a value that is not allowed."""
-        found = self.toml.table(table, number).get(key)
-        where = self.toml.where(table, number, key)
-        return InvalidSetting(f"{where} has {key}={found!r}; give {required}")
 
 
 def above_0(value: Any) -> float | None:
@@ -97,3 +90,10 @@ def above_0(value: Any) -> float | None:
 def from_0(value: Any) -> float | None:
     """Return a number that is not negative; None: it is."""
     return float(value) if is_number(value) and 0 <= value <= MOST else None
+
+
+def pair_of(value: Any) -> tuple[float, float] | None:
+    """Return two numbers that are not negative; None: it is something else."""
+    numbers = isinstance(value, list) and len(value) == 2 and all(map(is_number, value))  # noqa: PLR2004
+    inside = numbers and all(0 <= each <= MOST for each in value)
+    return (float(value[0]), float(value[1])) if inside else None

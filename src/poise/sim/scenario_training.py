@@ -4,7 +4,7 @@ from poise.engine.adaptation import Adaptation
 from poise.errors import InvalidSetting
 from poise.numbers import is_number, is_whole
 from poise.sim.scenario import Learning
-from poise.sim.scenario_keys import LEAST, MOST, Keys
+from poise.sim.scenario_keys import LEAST, Keys, pair_of
 
 _KEYS = ("noise_scale", "start_batch", "target_samples", "epoch_samples", "adapt", "stride")
 
@@ -32,7 +32,7 @@ def declared_epoch(keys: Keys, global_batch: int) -> int | None:
     """Return the samples of an epoch; None: it never ends."""
     found = keys.whole("epoch_samples", None, "training", least=1)
     if found is not None and found < global_batch:
-        raise keys.refused(
+        raise keys.toml.refused(
             "training", 0, "epoch_samples", f"at least global_batch={global_batch} samples"
         )
     return found
@@ -42,17 +42,11 @@ def _noise_scale(keys: Keys, target: float | None) -> tuple[tuple[float, float],
     found = keys.toml.table("training").get("noise_scale", 1.0)
     if is_number(found):
         return ((0.0, keys.number("noise_scale", 1.0, "training", least=1e-9)),)
-    pairs = found if isinstance(found, list) else []
-    right = bool(pairs) and all(
-        isinstance(pair, list)
-        and len(pair) == 2  # noqa: PLR2004
-        and all(is_number(each) for each in pair)
-        and 0 <= pair[0] <= 1
-        and LEAST <= pair[1] <= MOST
-        for pair in pairs
-    )
-    if not right or [pair[0] for pair in pairs] != sorted({pair[0] for pair in pairs}):
-        raise keys.refused(
+    listed = found if isinstance(found, list) else []
+    pairs = [pair for pair in map(pair_of, listed) if pair and pair[0] <= 1 and pair[1] >= LEAST]
+    parts = [part for part, _ in pairs]
+    if not pairs or len(pairs) < len(listed) or parts != sorted(set(parts)):
+        raise keys.toml.refused(
             "training",
             0,
             "noise_scale",
@@ -64,14 +58,14 @@ def _noise_scale(keys: Keys, target: float | None) -> tuple[tuple[float, float],
             f"{where} changes on the way to a goal; give target_samples, the samples that it "
             "takes with start_batch"
         )
-    return tuple((float(part), float(scale)) for part, scale in pairs)
+    return tuple(pairs)
 
 
 def _adapt(keys: Keys, global_batch: int, start: int) -> Adaptation:
     found = keys.toml.table("training")["adapt"]
     pair = isinstance(found, list) and len(found) == 2  # noqa: PLR2004
     if not pair or not all(is_whole(each) for each in found):
-        raise keys.refused("training", 0, "adapt", "two global batches, lowest and highest")
+        raise keys.toml.refused("training", 0, "adapt", "two global batches, lowest and highest")
     where = keys.toml.where("training", key="adapt")
     if start != global_batch:
         raise InvalidSetting(

@@ -66,9 +66,7 @@ def watching(recorder: Recorder, monitor: Monitor | None = None) -> Iterator[Non
         put(DataLoader, "__iter__", lambda call: _loading(recorder, call))
         for name in _MEETINGS:
             put(dist, name, lambda call: _meeting(recorder, call))
-        if monitor is not None:
-            left = monitor.leave
-            put(dist, "destroy_process_group", lambda call: _destroying(left, call))
+        put(dist, "destroy_process_group", lambda call: _destroying(monitor, call))
         yield
 
 
@@ -91,8 +89,8 @@ def _making(recorder: Recorder, monitor: Monitor | None, original: _Call) -> _Ca
     @wraps(original)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if monitor is None or not monitor.joined:
-            _take_clock(recorder, self.device_type)
+        if self.device_type != "cpu" and (monitor is None or not monitor.joined):
+            recorder.timer = DeviceClock(torch.device(self.device_type))
         if monitor is not None and not monitor.connected:
             _meet(monitor, self)
         gradients = _Gradients(recorder)
@@ -101,11 +99,6 @@ def _making(recorder: Recorder, monitor: Monitor | None, original: _Call) -> _Ca
                 parameter.register_post_accumulate_grad_hook(gradients.hook)
 
     return init
-
-
-def _take_clock(recorder: Recorder, device: str) -> None:
-    if device != "cpu":
-        recorder.timer = DeviceClock(torch.device(device))
 
 
 def _meet(monitor: Monitor, model: DistributedDataParallel) -> None:
@@ -217,11 +210,11 @@ def _loading(recorder: Recorder, original: _Call) -> _Call:
     return load
 
 
-def _destroying(leave: Callable[[], None], original: _Call) -> _Call:
+def _destroying(monitor: Monitor | None, original: _Call) -> _Call:
     @wraps(original)
     def destroy(group: Any = None) -> None:
-        if group is None or group is dist.group.WORLD:
-            leave()
+        if monitor is not None and (group is None or group is dist.group.WORLD):
+            monitor.leave()
         original(group)
 
     return destroy

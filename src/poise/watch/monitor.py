@@ -20,23 +20,15 @@ class Summary:
 
     def __init__(self, workers: Sequence[int]) -> None:
         self._inbox = Inbox(workers)
-        self._steps = Steps(workers)
+        self.steps = Steps(workers)
 
-    def look(self, store: Store) -> None:
-        """Take in what has arrived."""
-        self._steps.add(self._inbox.look(store))
-
-    def look_last(self, store: Store) -> None:
-        """Take in what arrives within a moment, when all are about to end."""
-        self._steps.add(self._inbox.look_last(store))
-
-    def reaches(self, number: int) -> bool:
-        """Whether this step is known of every worker."""
-        return self._steps.reaches(number)
+    def look(self, store: Store, *, last: bool = False) -> None:
+        """Take in what has arrived; at last, also what arrives within a moment."""
+        self.steps.add(self._inbox.look_last(store) if last else self._inbox.look(store))
 
     def findings(self) -> Findings | None:
         """Return what is known; None: nothing."""
-        table = self._steps.table()
+        table = self.steps.table()
         return None if table is None else find(table)
 
 
@@ -109,7 +101,7 @@ class Monitor:
             return
         self._send(self._store, last=True)
         if self._summary is not None and not self.finished:
-            self._summary.look_last(self._store)
+            self._summary.look(self._store, last=True)
         self._store = None  # a store that is kept would hold its port
 
     def findings(self) -> Findings | None:
@@ -128,7 +120,7 @@ class Monitor:
         if complete:
             last = self._recorder.last_number
             assert last is not None
-            self.finished = summary.reaches(last)
+            self.finished = summary.steps.reaches(last)
         found = None if complete and not self.finished else summary.findings()
         if found is not None:
             self._show(found)
