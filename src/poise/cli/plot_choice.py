@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from poise.sim.bsp import Step
 from poise.sim.scenario import Scenario
+from poise.sim.step import Step
 
 MOST_ROWS = 24
 """Workers of a timeline."""

@@ -11,9 +11,9 @@ from poise.cli.plot_style import FAINT, new_figure
 from poise.cli.plot_text import QUIET, counted, head, legend_below, name_of, noted, thousands
 from poise.core.timing import Floats
 from poise.engine.modes import Sync
-from poise.sim.bsp import Step
 from poise.sim.outcome import Outcome
 from poise.sim.scenario import Scenario
+from poise.sim.step import Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
