@@ -29,6 +29,7 @@ from poise.core.timing import SpeedModel
 from poise.errors import InvalidSetting, PoiseWarning, StateMismatch
 from poise.policy import Decision
 from poise.records import read_record, replay
+from poise.runtime import budget
 from poise.runtime.clocks import Stamp
 from poise.runtime.events import Applying, BucketReady, Events, HandedOut
 from poise.torch import Balancer, BySamples, norms
@@ -73,11 +74,11 @@ class Shares:
 @contextmanager
 def every_step() -> Iterator[None]:
     """Look at every step, whatever it costs."""
-    usual, norms.MOST_COST = norms.MOST_COST, math.inf
+    usual, budget.MOST_COST = budget.MOST_COST, math.inf
     try:
         yield
     finally:
-        norms.MOST_COST = usual
+        budget.MOST_COST = usual
 
 
 # the noise of gradients whose noise is known

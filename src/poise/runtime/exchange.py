@@ -75,7 +75,8 @@ class Exchange:
         self._events = events
         self._stopwatch = stopwatch
         self._reporters = reporters
-        self._silent = silent
+        self.silent = silent
+        """Whether nothing is posted."""
         self._traveling: deque[_Traveling] = deque()
         """One for each exchange that is posted."""
 
@@ -93,7 +94,7 @@ class Exchange:
 
     def handed_out(self, batch: Batch) -> None:
         """Tell the others of a batch that is handed out, and on worker 0 of a new plan."""
-        if self._silent:
+        if self.silent:
             return
         due, first = self.announcements.is_due(batch.step), self._collectives.worker == 0
         while due and first and self._traveling and self._traveling[0].done():

@@ -108,26 +108,9 @@ class Session:
         table = self.peers.control.table([equipment.lead, equipment.meter.lag], "prepare")
         leads, lags = zip(*table, strict=True)
         announcements = Announcements(self.first_plans, delay(int(max(leads))), lag=int(max(lags)))
-        self._exchange = self._exchange_of(announcements)
-
-    def _exchange_of(self, announcements: Announcements) -> Exchange:
-        assert self._equipment is not None
-        engine, generation = self.engine, self.generation
-        # One worker has nothing to share.
-        learns = engine.policy.online and generation.workers > 1
-        silent = not (self.settings.recorded or learns or engine.adapt is not None)
-        if not silent and self._exchange is None:
-            self._equipment.meter.listen(self.events)
-        return Exchange(
-            generation.collectives,
-            self.peers.liveness,
-            self.events,
-            self.stopwatch,
-            engine=engine,
-            announcements=announcements,
-            reporters=self._equipment.reporters,
-            silent=silent,
-        )
+        self._exchange = _exchange(self, equipment, announcements)
+        if not self._exchange.silent:
+            equipment.meter.listen(self.events)
 
     def stamped(self, kind: Callable[..., Any], *facts: Any) -> Any:
         """Return an event of a kind at the step under way, stamped now."""
@@ -237,7 +220,9 @@ class Session:
         first, *_ = self.peers.control.table(plan.split, "the next generation")
         self.plan = replace(plan, split=tuple(int(each) for each in first))
         timetable = announcements.timetable.announce(self.plan)
-        self._exchange = self._exchange_of(announcements.resume(step, timetable))
+        assert self._equipment is not None
+        resumed = announcements.resume(step, timetable)
+        self._exchange = _exchange(self, self._equipment, resumed)
 
     def close(self) -> None:
         """Wait for the other workers to be done, and tell of the last steps."""
@@ -274,3 +259,19 @@ class Fetching:
     ) -> None:
         excused_s = self._stopwatch.waits.seconds - self._excused_s
         self.fetch_s = self._stopwatch.clock.host_s() - self.asked_s - excused_s
+
+
+def _exchange(session: Session, equipment: Equipment, announcements: Announcements) -> Exchange:
+    """Return what learns of a session's steps; one worker has nothing to share."""
+    engine, peers = session.engine, session.peers
+    learns = engine.policy.online and peers.generation.workers > 1
+    return Exchange(
+        peers.generation.collectives,
+        peers.liveness,
+        session.events,
+        session.stopwatch,
+        engine=engine,
+        announcements=announcements,
+        reporters=equipment.reporters,
+        silent=not (session.settings.recorded or learns or engine.adapt is not None),
+    )
