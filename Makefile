@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-all check format bench clean
+.PHONY: demo test test-all test-accelerator check format bench clean
 
 demo: $(READY)
 	@$(BIN)/poise demo
@@ -15,6 +15,10 @@ test: $(READY)
 
 test-all: $(READY)
 	@$(BIN)/pytest
+
+# For machines with a GPU or another accelerator; says so and ends well on others.
+test-accelerator: $(READY)
+	@$(BIN)/python -m tests.accelerator_kit $(ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -83,3 +83,26 @@ def frameworks_after(code: str) -> list[str]:
 
 
 FRAMEWORKS = ["torch", "tensorflow", "keras", "jax", "sklearn", "rich"]
+
+
+def test_the_runtime_and_all_below_work_where_torch_cannot_be_imported() -> None:
+    """Every module is imported, and three threads train, in an environment without torch."""
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {FRAMEWORKS}:\n"
+        "            raise ImportError(f'{name} is not here')\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "import poise\n"
+        "below = ['errors', 'core', 'policy', 'engine', 'records', 'runtime', 'sim']\n"
+        "for room in below:\n"
+        "    package = importlib.import_module(f'poise.{room}')\n"
+        "    path = getattr(package, '__path__', [])\n"
+        "    for each in pkgutil.walk_packages(path, f'poise.{room}.'):\n"
+        "        importlib.import_module(each.name)\n"
+        "from tests.numpy_check import train\n"
+        "print(train())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.stdout == "exact\n", done.stderr

@@ -24,8 +24,8 @@ class Updates:
         session: Session,
         optimizers: Sequence[Optimizer],
         links: Sequence[Link],
-        micro: MicroBatches,
-        most_samples: int | None,
+        micro: MicroBatches | None = None,
+        most_samples: int | None = None,
     ) -> None:
         """Put hooks around the optimizers' steps.
 
@@ -33,7 +33,7 @@ class Updates:
             session: the training.
             optimizers: the user's.
             links: of the models that they train.
-            micro: cuts batches into parts.
+            micro: cuts batches into parts, if anything does.
             most_samples: of one part, if the user stated that.
         """
         self._session = session
@@ -81,11 +81,12 @@ class Updates:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         try:
-            check_parts_ended(unfinished=self._micro.unfinished)
+            if self._micro is not None:
+                check_parts_ended(unfinished=self._micro.unfinished)
             for link in self._links:
                 check_backwards(link.tally.backwards, link.tally.reduced)
             self._session.applied(optimizer)
-            if self._most_samples is not None:
+            if self._micro is not None and self._most_samples is not None:
                 used = self._micro.used_for(self._session.progress.batch)
                 check_parts_used(self._most_samples, used=used)
         except OutOfOrder:
