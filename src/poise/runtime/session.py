@@ -213,7 +213,6 @@ class Session:
         """
         self.peers.meet(generation)
         step, announcements = self.progress.step, self.exchange.announcements
-        self.progress = self.progress.begin_pass()
         change = Change(origin, self.plan.global_batch)
         plan, self.engine = self.exchange.engine.update([change], step)
         assert plan is not None  # a change demands a decision
