@@ -48,7 +48,6 @@ _KEPT = 16
 class Bucket:
     """One bucket of gradients on its way."""
 
-    number: int
     ready: Stamp
     """When it was handed over."""
     done: Stamp | None = None
@@ -109,6 +108,8 @@ class Meter:
         self._peaks = Peaks(memory)
         self._loads_itself = loads_itself
         self._steps: deque[Step] = deque(maxlen=_KEPT)
+        self._on_their_way: dict[int, Bucket] = {}
+        """Buckets whose sum is not there, by their numbers."""
         self._left_out = _WARM_UP
         self._disturbed = True
         self._loader = LoaderRate()
@@ -154,6 +155,7 @@ class Meter:
     def _forget(self, _: Resumed) -> None:
         """Training goes on at another place: steps under way never end."""
         self._steps.clear()
+        self._on_their_way.clear()
         self._disturbed = True
 
     def _handed_out(self, event: HandedOut) -> None:
@@ -178,14 +180,13 @@ class Meter:
             return
         if event.first or not step.backwards:
             step.backwards.append([])
-        step.backwards[-1].append(Bucket(event.number, event.stamp))
+        bucket = self._on_their_way[event.number] = Bucket(event.stamp)
+        step.backwards[-1].append(bucket)
 
     def _done(self, event: BucketDone) -> None:
-        step = self._found(event.step)
-        for backward in step.backwards if step is not None else ():
-            for bucket in backward:
-                if bucket.number == event.number:
-                    bucket.done = event.stamp
+        bucket = self._on_their_way.pop(event.number, None)
+        if bucket is not None:
+            bucket.done = event.stamp
 
     def _reduced(self, event: Reduced) -> None:
         step = self._found(event.step)

@@ -12,6 +12,7 @@ from typing import Any
 
 from poise.core.batch import Batch
 from poise.core.observation import Change
+from poise.core.plan import Plan, Timetable
 from poise.engine.bsp import Engine
 from poise.engine.progress import Progress
 from poise.engine.rhythm import delay
@@ -71,13 +72,12 @@ class Session:
         self.events = events
         self.stopwatch = Stopwatch(HostClock(), Waits())
         self.peers = Peers(generation, rendezvous, events, self.stopwatch.waits, settings.count)
-        engine = Engine(settings.policy, generation.workers, settings.global_batch, settings.adapt)
         try:
-            self.first_plans, self.engine = engine.start()
+            self.first_plans, self.engine = _started(settings, generation)
         except PoiseError as error:
             self.peers.liveness.fail(f"{type(error).__name__}: {error}")
             raise
-        self.plan = self.first_plans.at(0)
+        self.plan: Plan = self.first_plans.at(0)
         """That of the batch handed out last: what all workers know to be in effect."""
         self.progress = Progress()
         self.fetching = Fetching(self.stopwatch)
@@ -108,7 +108,7 @@ class Session:
         table = self.peers.control.table([equipment.lead, equipment.meter.lag], "prepare")
         leads, lags = zip(*table, strict=True)
         announcements = Announcements(self.first_plans, delay(int(max(leads))), lag=int(max(lags)))
-        self._exchange = _exchange(self, equipment, announcements)
+        self._exchange = _exchange(self, self.engine, equipment, announcements)
         if not self._exchange.silent:
             equipment.meter.listen(self.events)
 
@@ -211,17 +211,18 @@ class Session:
         decides by what it knows of those that its workers were before, by their numbers, or by
         those of their kind; all workers call it together.
         """
+        assert self._equipment is not None
         self.peers.meet(generation)
-        step, announcements = self.progress.step, self.exchange.announcements
+        self.first_plans, self.engine = _started(self.settings, generation)
+        step, before = self.progress.step, self.exchange
         change = Change(origin, self.plan.global_batch)
-        plan, self.engine = self.exchange.engine.update([change], step)
+        plan, engine = before.engine.update([change], step)
         assert plan is not None  # a change demands a decision
         first, *_ = self.peers.control.table(plan.split, "the next generation")
         self.plan = replace(plan, split=tuple(int(each) for each in first))
-        timetable = announcements.timetable.announce(self.plan)
-        assert self._equipment is not None
-        resumed = announcements.resume(step, timetable)
-        self._exchange = _exchange(self, self._equipment, resumed)
+        timetable = before.announcements.timetable.announce(self.plan)
+        resumed = before.announcements.resume(step, timetable)
+        self._exchange = _exchange(self, engine, self._equipment, resumed)
 
     def close(self) -> None:
         """Wait for the other workers to be done, and tell of the last steps."""
@@ -260,9 +261,18 @@ class Fetching:
         self.fetch_s = self._stopwatch.clock.host_s() - self.asked_s - excused_s
 
 
-def _exchange(session: Session, equipment: Equipment, announcements: Announcements) -> Exchange:
+def _started(settings: Settings, generation: Generation) -> tuple[Timetable, Engine]:
+    """Return the plans known before the first step, and an engine that knows nothing yet."""
+    return Engine(
+        settings.policy, generation.workers, settings.global_batch, settings.adapt
+    ).start()
+
+
+def _exchange(
+    session: Session, engine: Engine, equipment: Equipment, announcements: Announcements
+) -> Exchange:
     """Return what learns of a session's steps; one worker has nothing to share."""
-    engine, peers = session.engine, session.peers
+    peers = session.peers
     learns = engine.policy.online and peers.generation.workers > 1
     return Exchange(
         peers.generation.collectives,

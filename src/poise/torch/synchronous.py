@@ -179,13 +179,15 @@ class Synchronous:
         self._closed = True
         if self._built is not None:
             self._built.updates.release()
-        how()
-        if leave:
-            for link in () if self._built is None else self._built.links:
-                link.release()
-            self._session.peers.part()
-            self._groups.leave()
-        self._session.peers.liveness.linger()
+        try:
+            how()
+        finally:
+            if leave:
+                for link in () if self._built is None else self._built.links:
+                    link.release()
+                self._session.peers.part()
+                self._groups.leave()
+            self._session.peers.liveness.linger()
 
 
 def _ready(built: Built | None, call: str) -> Built:
