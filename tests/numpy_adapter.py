@@ -70,6 +70,7 @@ class NumpyTraining:
         data: tuple[Floats, Floats],
         *,
         lead: int = 0,
+        name: str = "",
     ) -> None:
         self.session = Session(settings, generation, rendezvous, Events())
         self._model = model
@@ -78,7 +79,7 @@ class NumpyTraining:
         self._buckets = 0
         if settings.record is not None and generation.worker == 0:
             Recording(settings.record, self.session.engine).listen(self.session.events)
-        sharers = self.session.peers.introduce("numpy")
+        sharers = self.session.peers.introduce(Member(name, "numpy", "here"))
         clock = HostClock()
         self.session.equip(
             Equipment(
@@ -155,9 +156,8 @@ class Team:
 
     def generation(self, worker: int) -> Generation:
         """Return what one of them knows."""
-        members = tuple(Member(f"thread {each}") for each in range(self.workers))
         control, sums = self.control.collectives(worker), self.sums.collectives(worker)
-        return Generation(members, control, sums, self.number)
+        return Generation(control, sums, self.number)
 
     def cut(self, why: str) -> None:
         """End all that waits, as the end of a process ends its connections."""

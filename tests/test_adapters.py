@@ -146,7 +146,15 @@ def train_and_lose(
     model = Linear(first_weights())
     settings = settings_of(12, policy)
     rendezvous = membership.rendezvous
-    training = NumpyTraining(settings, team.generation(worker), rendezvous, model, data(), lead=2)
+    training = NumpyTraining(
+        settings,
+        team.generation(worker),
+        rendezvous,
+        model,
+        data(),
+        lead=2,
+        name=f"thread {worker}",
+    )
     session, course = training.session, Course()
     try:
         for epoch in session.epochs(3):
@@ -166,7 +174,7 @@ def train_and_lose(
                     left = [each for each in range(team.workers) if each != lost]
                     team = membership.next_team(team.number, len(left))
                     generation = team.generation(left.index(worker))
-                    session.rebuild(generation, origin=tuple(left))
+                    session.rebuild(generation)
     finally:
         session.peers.liveness.end()
     course.weights = model.weights

@@ -15,7 +15,6 @@ from poise.errors import StateMismatch
 from poise.lab import Pacer
 from poise.policy import Auto, Bounds
 from poise.records import read_record, replay
-from poise.runtime.learned import same_kind
 from poise.torch import Balancer
 from poise.torch.devices import device_kind
 from tests.cluster import Workers
@@ -171,9 +170,6 @@ def test_what_was_learned_is_reused_on_resume(workers: Workers, tmp_path: Path) 
 
 
 def test_devices_are_matched_by_kind() -> None:
-    assert same_kind(["a", "b"], ["b", "a"]) == (1, 0)
-    assert same_kind(["a", "a"], ["a"]) == (0,)
-    assert same_kind([], ["a"]) == (None,)
     assert device_kind(torch.device("cpu")) == device_kind(torch.device("cpu"))
 
 
@@ -299,7 +295,7 @@ def resume_elsewhere(checkpoint: str, kinds: tuple[str, ...], policy: Any) -> li
     model, optimizer, _ = build(RECIPE)
     splits = []
     with pytest.MonkeyPatch.context() as patch, Balancer(24, policy=policy) as balancer:
-        patch.setattr("poise.torch.preparation.device_kind", lambda _: kinds[balancer.worker])
+        patch.setattr("poise.torch.devices.device_kind", lambda _: kinds[balancer.worker])
         loader = DataLoader(dataset(RECIPE), 24, shuffle=True)
         shared, optimizer, shares = balancer.prepare(model, optimizer, loader)
         if Path(checkpoint).exists():

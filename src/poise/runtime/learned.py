@@ -63,7 +63,10 @@ class Known:
             engine, change = fresh, Change(tuple(range(len(kinds))), global_batch)
             if state["engine"] is not None:
                 engine = fresh.load_state_dict(state["engine"])
-                change = Change(same_kind(before, kinds), fresh.nearest(engine.global_batch))
+                origin = origins(
+                    [Identity(each) for each in before], [Identity(each) for each in kinds]
+                )
+                change = Change(origin, fresh.nearest(engine.global_batch))
             engine.update([change], 0)  # states are pure: this only shows whether it holds
         except (ArithmeticError, LookupError, TypeError, ValueError, PoiseError) as error:
             raise StateMismatch(
@@ -93,8 +96,3 @@ def _allowed(engine: Engine, split: Split) -> bool:
     """Whether the policy's own bounds, if it has any, allow a split."""
     bounds = getattr(engine.policy, "bounds", None)
     return bounds is None or bounds.limits(len(split)).allow(split)
-
-
-def same_kind(before: Sequence[str], now: Sequence[str]) -> tuple[int | None, ...]:
-    """Return for each device now the number of one of its kind before; None: there was none."""
-    return origins([Identity(kind) for kind in before], [Identity(kind) for kind in now])

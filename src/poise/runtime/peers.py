@@ -1,13 +1,13 @@
 """The other workers: what is sized by their number, and built anew from each generation."""
 
-import socket
+import json
 from dataclasses import replace
 
 from poise.runtime.clocks import Waits
 from poise.runtime.control import Control
 from poise.runtime.counts import CountFunction, Counts
 from poise.runtime.events import Events, HandedOut, Reducing
-from poise.runtime.generation import Generation
+from poise.runtime.generation import Generation, Member
 from poise.runtime.liveness import Liveness
 from poise.runtime.rendezvous import Rendezvous
 
@@ -45,16 +45,15 @@ class Peers:
         self.generation.collectives.close()
         self.generation = replace(self.generation, gradients=None)
 
-    def introduce(self, kind: str) -> int:
-        """Have everybody know the kinds of all devices; return how many workers share this host.
+    def introduce(self, me: Member) -> int:
+        """Have everybody know all members; return how many of them share this one's host.
 
         All workers call it together.
         """
-        here = socket.gethostname()
-        hosts = self.control.texts(here, "prepare")
-        kinds = self.control.texts(kind, "prepare")
-        self.generation = self.generation.of_kinds(kinds, hosts)
-        return hosts.count(here)
+        texts = self.control.texts(json.dumps(me), "prepare")
+        members = tuple(Member(*json.loads(text)) for text in texts)
+        self.generation = replace(self.generation, members=members)
+        return sum(member.host == me.host for member in members)
 
     def _build(self, generation: Generation) -> None:
         self.generation = generation

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from poise.core.batch import Batch
+from poise.core.membership import Identity, origins
 from poise.core.observation import Change
 from poise.core.plan import Plan, Timetable
 from poise.engine.bsp import Engine
@@ -32,7 +33,7 @@ from poise.runtime.events import (
     Reducing,
 )
 from poise.runtime.exchange import Exchange
-from poise.runtime.generation import Generation
+from poise.runtime.generation import Generation, Member
 from poise.runtime.meter import Meter
 from poise.runtime.peers import Peers
 from poise.runtime.rendezvous import Rendezvous
@@ -204,15 +205,18 @@ class Session:
         if equipment is not None and self.progress.unapplied and not equipment.usable():
             self.progress = self.progress.skip()
 
-    def rebuild(self, generation: Generation, origin: tuple[int | None, ...]) -> None:
+    def rebuild(self, generation: Generation) -> None:
         """Go on with other workers, from the first sample that is not consumed.
 
         A step under way is given up: its samples come again. Worker 0 of the new generation
-        decides by what it knows of those that its workers were before, by their numbers, or by
-        those of their kind; all workers call it together.
+        decides by what it knows of its workers, or of others of their kind. All workers call it
+        together.
         """
         assert self._equipment is not None
+        members, me = self.generation.members, self.generation.worker
         self.peers.meet(generation)
+        self.peers.introduce(members[me])
+        origin = origins(_identities(members), _identities(self.generation.members))
         self.first_plans, self.engine = _started(self.settings, generation)
         step, before = self.progress.step, self.exchange
         change = Change(origin, self.plan.global_batch)
@@ -259,6 +263,10 @@ class Fetching:
     ) -> None:
         excused_s = self._stopwatch.waits.seconds - self._excused_s
         self.fetch_s = self._stopwatch.clock.host_s() - self.asked_s - excused_s
+
+
+def _identities(members: Sequence[Member]) -> list[Identity]:
+    return [Identity(member.kind, member.name) for member in members]
 
 
 def _started(settings: Settings, generation: Generation) -> tuple[Timetable, Engine]:

@@ -1,9 +1,19 @@
 """Devices: what tells fast ones from slow ones."""
 
+import os
 import platform
+import socket
 from pathlib import Path
 
 import torch
+
+from poise.runtime.generation import Member
+
+
+def member_on(device: torch.device) -> Member:
+    """Return this process as a worker that computes on a device."""
+    host = socket.gethostname()
+    return Member(f"{host}:{os.getpid()}", device_kind(device), host)
 
 
 def device_kind(device: torch.device) -> str:

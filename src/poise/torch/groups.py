@@ -1,8 +1,6 @@
 """The process groups that this worker is in: those of its launcher, or of its own script."""
 
 import gc
-import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -11,7 +9,7 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store
 
 from poise.environment import Launch, launched_as
 from poise.errors import WorkerLost
-from poise.runtime.generation import Generation, Member
+from poise.runtime.generation import Generation
 from poise.torch.gloo import GlooCollectives, StoreRendezvous
 from poise.torch.torch_private import default_store
 
@@ -33,14 +31,8 @@ class Groups:
 
     @property
     def generation(self) -> Generation:
-        """The workers, as far as they are known before they have said anything."""
-        collectives = GlooCollectives(self._own[0])
-        me = f"{socket.gethostname()}:{os.getpid()}"
-        members = [
-            Member(me if worker == collectives.worker else str(worker))
-            for worker in range(collectives.workers)
-        ]
-        return Generation(tuple(members), collectives, gradients=None)
+        """The workers, of which nothing is known but their numbers."""
+        return Generation(GlooCollectives(self._own[0]))
 
     def gradients(self, devices: Sequence[str]) -> ProcessGroup:
         """Return a group that can sum tensors on devices of these types, one of each worker.

@@ -31,7 +31,7 @@ from poise.torch.checks import (
 )
 from poise.torch.clocks import clock_of
 from poise.torch.compiling import Graphs, is_compiled, let_size_vary
-from poise.torch.devices import device_kind
+from poise.torch.devices import member_on
 from poise.torch.gloo import disconnecting
 from poise.torch.groups import Groups
 from poise.torch.loader import ShareLoader, lead
@@ -177,7 +177,7 @@ def equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
     devices = peers.control.texts(device.type, "prepare")
     with peers.liveness.together("prepare"), disconnecting():
         peers.generation = replace(peers.generation, gradients=groups.gradients(devices))
-    sharers = peers.introduce(device_kind(device))
+    sharers = peers.introduce(member_on(device))
     clock, guard = clock_of(device), Guard(memory_of(device, sharers))
     meter = Meter(clock, guard, loads_itself=loader.num_workers == 0)
     norms = None
