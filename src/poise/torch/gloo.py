@@ -91,11 +91,7 @@ class StoreRendezvous:
 
 
 class disconnecting:  # noqa: N801 (read as a verb, like contextlib's own)
-    """Raises what torch says of a broken connection or a time-out as Disconnected.
-
-    The trace of torch's error is dropped: its frames hold DistributedDataParallel, and so the
-    connections by whose end others notice that this worker leaves.
-    """
+    """Raises what torch says of a broken connection or a time-out as Disconnected."""
 
     def __enter__(self) -> None:
         """Nothing to prepare."""
@@ -107,8 +103,18 @@ class disconnecting:  # noqa: N801 (read as a verb, like contextlib's own)
         trace: TracebackType | None,
     ) -> None:
         del trace
-        if isinstance(error, RuntimeError) and _is_broken_connection(error):
-            raise disconnection(error) from error.with_traceback(None)
+        if isinstance(error, RuntimeError):
+            raise_if_disconnected(error)
+
+
+def raise_if_disconnected(error: RuntimeError) -> None:
+    """Raise Disconnected if that is what an error of torch's says.
+
+    The trace of torch's error is dropped: its frames hold DistributedDataParallel, and so the
+    connections by whose end others notice that this worker leaves.
+    """
+    if _is_broken_connection(error):
+        raise disconnection(error) from error.with_traceback(None)
 
 
 def disconnection(error: RuntimeError) -> Disconnected:

@@ -12,7 +12,7 @@ from poise.errors import OutOfOrder
 from poise.runtime.session import Session
 from poise.torch.backwards import Tally, count_backwards
 from poise.torch.ddp_options import no_buffer_broadcast
-from poise.torch.gloo import disconnecting
+from poise.torch.gloo import raise_if_disconnected
 from poise.torch.gradient_sum import GradientSum
 from poise.torch.places import Places
 from poise.torch.settings import TorchSettings
@@ -87,9 +87,13 @@ class SharedModule(nn.Module):
         link = self._link
         if link.alone:
             return self.module(*args, **kwargs)
-        liveness = link.session.peers.liveness
-        with liveness.naming(f"the forward of step {liveness.step}"), disconnecting():
+        try:
             return link.ddp(*args, **kwargs)
+        except RuntimeError as error:
+            liveness = link.session.peers.liveness
+            with liveness.naming(f"the forward of step {liveness.step}"):
+                raise_if_disconnected(error)
+            raise
 
     def no_sync(self) -> NoReturn:
         """Refuse what DistributedDataParallel offers for accumulating gradients by hand."""
