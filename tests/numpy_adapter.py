@@ -24,14 +24,10 @@ from poise.runtime.passes import TrainingPass
 from poise.runtime.recording import Recording
 from poise.runtime.saved import load_state, saved_state
 from poise.runtime.session import Equipment, Session
-from poise.runtime.settings import Settings, checked_settings
+from poise.runtime.settings import Settings, checked_policy
 from poise.runtime.threads import ThreadGroup, ThreadRendezvous
 
 Floats = NDArray[np.float64]
-
-_DEFAULTS: dict[str, Any] = dict.fromkeys(
-    ["mode", "adapt", "rate", "scaler", "count", "micro_batch", "slicer", "hang_s", "record"]
-)
 
 
 @dataclass
@@ -165,10 +161,9 @@ class Team:
         self.sums.cut(why)
 
 
-def settings_of(global_batch: int, policy: Any, seed: int = 0, **more: Any) -> Settings:
+def settings_of(global_batch: int, policy: Any, count: Any = None) -> Settings:
     """Return the settings of a training."""
-    stated = {**_DEFAULTS, "idle": "empty", **more}
-    return checked_settings(global_batch=global_batch, policy=policy, seed=seed, **stated)
+    return Settings(global_batch=global_batch, policy=checked_policy(policy), count=count)
 
 
 def ahead(items: Iterator[Any], lead: int) -> Iterator[Any]:

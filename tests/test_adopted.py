@@ -17,7 +17,7 @@ from poise.torch.groups import Groups
 from poise.torch.module import Link
 from poise.torch.places import Places
 from poise.torch.preparation import HandedIn, equip, handed_in, training_loader
-from poise.torch.settings import checked_torch_settings
+from poise.torch.settings import TorchSettings
 from poise.torch.updates import Updates
 from tests.cluster import Workers
 from tests.test_exactness import EXACT
@@ -31,13 +31,8 @@ def train_a_ddp_of_ones_own(backend: str, options: dict[str, Any]) -> dict[str, 
     dist.init_process_group(backend)
     model, optimizer, _ = build(RECIPE)
     wrapped = DistributedDataParallel(model, **options)
-    stated: dict[str, Any] = dict.fromkeys(
-        ["mode", "adapt", "rate", "scaler", "count", "micro_batch", "slicer", "hang_s", "record"]
-    )
-    settings = checked_torch_settings(
-        global_batch=12, policy=Fixed({0: [7, 2, 3], 6: [0, 1, 11]}), seed=0, idle="empty",
-        ddp=None, comm_hook=None, **stated,
-    )  # fmt: skip
+    policy = Fixed({0: [7, 2, 3], 6: [0, 1, 11]})
+    settings = TorchSettings(global_batch=12, policy=policy)
     groups = Groups(None)
     session = Session(settings, groups.generation, groups.rendezvous, Events())
     loader = DataLoader(dataset(RECIPE), 12, shuffle=True)

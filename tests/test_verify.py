@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from poise.cli.main import main
+from poise.engine.adaptation import Adaptation
 from poise.errors import InfeasibleSplit
-from poise.torch.settings import checked_torch_settings
+from poise.policy import Auto
+from poise.torch.settings import TorchSettings
 from poise.verify.causes import Cause
 from poise.verify.comparison import DOUBLE, HALF, SINGLE, distances, precision_of
 from poise.verify.observation import Observation, Runs, StepSeen, Variant, kept, read, write
@@ -497,18 +499,9 @@ def test_distances_are_parts_of_the_largest_value() -> None:
     assert distances({}, {}) == {}
 
 
-STATED: dict[str, Any] = {
-    "global_batch": 32,
-    "policy": "auto",
-    "idle": "empty",
-    **dict.fromkeys(
-        ["mode", "scaler", "count", "micro_batch", "slicer", "hang_s", "record", "ddp", "comm_hook"]
-    ),
-}
-
-
 def test_a_global_batch_that_may_move_stays_while_it_is_verified() -> None:
     observer = Observer(1, Variant("alone"), mock.Mock())
-    stated = checked_torch_settings(**STATED, adapt=(16, 64), rate="linear", seed=3)
+    adapt = Adaptation(lowest=16, highest=64)
+    stated = TorchSettings(global_batch=32, policy=Auto(), adapt=adapt, rule="linear", seed=3)
     settings = observer.settings(stated)
     assert (settings.adapt, settings.rule, settings.seed) == (None, None, 3)

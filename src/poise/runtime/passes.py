@@ -46,6 +46,7 @@ class EvaluationPass:
 
     def __init__(self, session: Session, global_batch: int) -> None:
         self._session = session
+        self._plan = session.plan
         self.global_batch = global_batch
 
     def begin(self, *, anew: bool = False) -> Place:

@@ -7,7 +7,6 @@ subscribes to `events`.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from poise.core.batch import Batch
@@ -255,12 +254,7 @@ class Fetching:
         self.asked_s = self._stopwatch.clock.host_s()
         self._excused_s = self._stopwatch.waits.seconds
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         excused_s = self._stopwatch.waits.seconds - self._excused_s
         self.fetch_s = self._stopwatch.clock.host_s() - self.asked_s - excused_s
 

@@ -22,19 +22,24 @@ class Settings:
 
     global_batch: int
     policy: Policy
-    mode: Mode | None
-    adapt: Adaptation | None
-    rule: str | None
-    scaler: Any
-    seed: int
-    count: CountFunction | None
-    micro_batch: Any
-    slicer: Slicer | None
-    idle: Idle
-    hang_s: float | None
-    record: str | PathLike[str] | None
+    mode: Mode | None = None
+    adapt: Adaptation | None = None
+    rule: str | None = None
+    scaler: Any = None
+    seed: int = 0
+    count: CountFunction | None = None
+    micro_batch: Any = None
+    slicer: Slicer | None = None
+    idle: Idle = "empty"
+    hang_s: float | None = None
+    record: str | PathLike[str] | None = None
     source: Callable[[Source], Source] = lambda source: source
     """Returns where training takes its batches from, for where it would."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self.global_batch, self.idle, self.hang_s)
+        check_functions(count=self.count, slicer=self.slicer)
+        check_seed(self.seed)
 
     @property
     def recorded(self) -> bool:
@@ -46,41 +51,18 @@ class Settings:
         return replace(self, record=None)
 
 
-def checked_settings(
-    *,
-    global_batch: Any,
-    policy: object,
-    mode: str | Mode | None,
-    adapt: object,
-    rate: Any,
-    scaler: Any,
-    seed: int,
-    count: Any,
-    micro_batch: Any,
-    slicer: Any,
-    idle: Any,
-    hang_s: Any,
-    record: str | PathLike[str] | None,
-) -> Settings:
-    """Return the settings, or raise if one cannot be."""
-    check_numbers(global_batch, idle, hang_s)
-    check_functions(count=count, slicer=slicer)
-    check_seed(seed)
-    return Settings(
-        global_batch=global_batch,
-        policy=checked_policy(policy),
-        mode=None if mode is None else mode_of(mode),
-        adapt=checked_adaptation(adapt, rate, scaler),
-        rule=rate,
-        scaler=scaler,
-        seed=seed,
-        count=count,
-        micro_batch=micro_batch,
-        slicer=slicer,
-        idle=idle,
-        hang_s=hang_s,
-        record=record,
-    )
+def as_held(
+    *, policy: object, mode: object, adapt: object, rate: Any, scaler: Any, **others: Any
+) -> dict[str, Any]:
+    """Return what a user states as `Settings` holds it, or raise if it cannot be."""
+    return {
+        "policy": checked_policy(policy),
+        "mode": None if mode is None else mode_of(mode),
+        "adapt": checked_adaptation(adapt, rate, scaler),
+        "rule": rate,
+        "scaler": scaler,
+        **others,
+    }
 
 
 def check_numbers(global_batch: object, idle: object, hang_s: object) -> None:

@@ -26,7 +26,7 @@ from poise.torch.asynchronous.role import role_of
 from poise.torch.asynchronous.server import Server
 from poise.torch.asynchronous.worker import JoinedWorker
 from poise.torch.micro import Part
-from poise.torch.settings import TorchSettings, checked_torch_settings
+from poise.torch.settings import TorchSettings
 from poise.torch.synchronous import Synchronous
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -94,7 +94,7 @@ class Balancer:
             record: a file to which worker 0 writes one row per step; it must not exist. None:
                 nothing is written.
         """
-        settings = checked_torch_settings(
+        settings = TorchSettings.of(
             global_batch=global_batch,
             policy=policy,
             mode=mode,

@@ -1,10 +1,10 @@
 """What a user may state when a Balancer is made, with what only DistributedDataParallel knows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from poise.runtime.settings import Settings, checked_settings
+from poise.runtime.settings import Settings, as_held
 from poise.torch.ddp_options import check_options
 from poise.torch.gradient_sum import InnerHook
 
@@ -13,14 +13,12 @@ from poise.torch.gradient_sum import InnerHook
 class TorchSettings(Settings):
     """What the user stated; `Balancer` says what each means."""
 
-    ddp: Mapping[str, Any]
-    inner: InnerHook | None
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    inner: InnerHook | None = None
 
-
-def checked_torch_settings(
-    *, ddp: Mapping[str, Any] | None, comm_hook: Any, **stated: Any
-) -> TorchSettings:
-    """Return the settings, or raise if one cannot be."""
-    common = checked_settings(**stated)
-    check_options(ddp or {})
-    return TorchSettings(**vars(common), ddp=dict(ddp or {}), inner=InnerHook.of(comm_hook))
+    @staticmethod
+    def of(ddp: Mapping[str, Any] | None, comm_hook: Any, **stated: Any) -> "TorchSettings":
+        """Return what a user states, or raise if it cannot be."""
+        check_options(ddp or {})
+        inner = InnerHook.of(comm_hook)
+        return TorchSettings(**as_held(**stated), ddp=dict(ddp or {}), inner=inner)
