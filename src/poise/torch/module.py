@@ -130,7 +130,7 @@ class SharedModule(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN_NAMES or "module" not in self.__dict__.get("_modules", {}):
+        if name in _OWN_NAMES or "_link" not in self.__dict__:
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)

@@ -48,7 +48,7 @@ def orders_of(loader: DataLoader[Any], length: int, seed: int, control: Drawing)
     """Return the order that a loader asks for."""
     sampler = loader.sampler
     plain = type(sampler) is RandomSampler and not sampler.replacement
-    if plain and sampler._num_samples is None:  # type: ignore[attr-defined]
+    if plain and sampler.num_samples == length:  # type: ignore[attr-defined]
         return KeyedOrders(Order(length=length, seed=seed))
     if type(sampler) is SequentialSampler:
         return KeyedOrders(Order(length=length, seed=seed, shuffled=False))

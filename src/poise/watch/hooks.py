@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from poise.torch.clocks import DeviceClock
 from poise.torch.torch_private import (
+    BUFFER_BROADCAST,
     LoaderIterator,
     default_store,
     loader_processes,
@@ -61,7 +62,7 @@ def watching(recorder: Recorder, monitor: Monitor | None = None) -> Iterator[Non
         put(DistributedDataParallel, "forward", calls.running)
         put(torch, "compile", calls.compiling)
         put(DistributedDataParallel, "train", lambda call: _switching(recorder, call))
-        put(DistributedDataParallel, "_sync_buffers", lambda call: _meeting(recorder, call))
+        put(DistributedDataParallel, BUFFER_BROADCAST, lambda call: _meeting(recorder, call))
         put(LoaderIterator, "__next__", lambda call: _loading(recorder, call))
         put(DataLoader, "__iter__", lambda call: _loading(recorder, call))
         for name in _MEETINGS:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from poise.torch.torch_private import copy_all
+
 _ALIGNED = 64
 
 
@@ -28,11 +30,11 @@ class Flat:
 
     def read(self, tensors: Sequence[Tensor], first: int = 0) -> None:
         """Take over the values of tensors, which stand from a place on."""
-        _copy(tensors, self.views[first : first + len(tensors)])
+        copy_all(tensors, self.views[first : first + len(tensors)])
 
     def write(self, tensors: Sequence[Tensor], first: int = 0) -> None:
         """Give tensors the values that stand from a place on."""
-        _copy(self.views[first : first + len(tensors)], tensors)
+        copy_all(self.views[first : first + len(tensors)], tensors)
 
     def is_finite(self, tensors: int) -> bool:
         """Whether the first so many tensors have neither NaN nor infinity."""
@@ -41,11 +43,3 @@ class Flat:
             for view in self.views[:tensors]
             if view.is_floating_point()
         )
-
-
-@torch.no_grad()
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy tensors to others of the same types, all of a type at once."""
-    for kind in {source.dtype for source in sources}:
-        pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s.dtype == kind]
-        torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])

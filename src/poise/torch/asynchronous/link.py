@@ -10,11 +10,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import Store
 
 from poise.errors import Disagreement, ServerLost
 from poise.runtime.channel import GONE, Channel
 from poise.torch.asynchronous.messages import Message, message_of, text_of
+from poise.torch.torch_private import gloo_pair
 
 _TRANSFER = timedelta(minutes=5)
 
@@ -25,7 +26,7 @@ class Link:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._pair: Any = None
-        """A ProcessGroupGloo, of which torch's stubs know little."""
+        """A ProcessGroupGloo."""
         self._peer = 0
         """The other end's place in it."""
 
@@ -48,15 +49,11 @@ class Link:
 
     def pair_up(self, *, server: bool) -> None:
         """Make the process group of two; both ends call it together."""
-        gloo: Any = ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=self.channel.host)]
-        options._threads = 1
-        options._timeout = _TRANSFER
         self._peer = 1 if server else 0
         with _as_connection():
             try:
-                self._pair = gloo(_Letters(self.channel), 1 - self._peer, 2, options)
+                letters = _Letters(self.channel)
+                self._pair = gloo_pair(letters, 1 - self._peer, self.channel.host, _TRANSFER)
             except (ValueError, LookupError, ArithmeticError, MemoryError) as error:
                 # Of gloo, which reads what the other end says, or of a key that is no UTF-8.
                 raise Disagreement("the other end of a connection cannot be paired with") from error

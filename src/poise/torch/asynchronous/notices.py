@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from poise.errors import PoiseWarning
 from poise.torch.asynchronous.parameters import statistics
+from poise.torch.torch_private import changes_in_place
 
 _LOOKS = 3
 """Pushes after which it is clear which buffers training changes."""
@@ -71,7 +72,7 @@ class _OtherBuffers:
         """Return each buffer with the number of changes that were made in place."""
         travel = {id(tensor) for tensor in statistics(self._models)}
         return {
-            name: (tensor, tensor._version)
+            name: (tensor, changes_in_place(tensor))
             for model in self._models
             for name, tensor in model.named_buffers()
             if id(tensor) not in travel

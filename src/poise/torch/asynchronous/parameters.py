@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from poise.core.staleness import lowered_momentum, usual_staleness
 from poise.engine.modes import Async, Stale
 from poise.torch.asynchronous.flat import Flat
+from poise.torch.torch_private import NormBase, mark_stepped, optimizer_of
 
 SHARD_BYTES = 8 * 1024**2
 """A shard has at least so many bytes: smaller ones cost more than they save."""
@@ -36,9 +35,7 @@ def trained_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def statistics(models: Sequence[nn.Module]) -> list[Tensor]:
     """Return the running statistics of normalization layers, which training changes too."""
-    layers = [
-        layer for model in models for layer in model.modules() if isinstance(layer, _NormBase)
-    ]
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, NormBase)]
     found = {
         id(tensor): tensor
         for layer in layers
@@ -99,7 +96,7 @@ class Parameters:
         self.before_update: list[Callable[[], None]] = []
         """What is called before each update; it may change the learning rates."""
         self._shards = [
-            _Shard(first, part, _stepper(optimizer, part, whole=len(parts) == 1))
+            _Shard(first, part, optimizer if len(parts) == 1 else optimizer_of(optimizer, part))
             for parts in [_parts(self.trained, most_shards if _divides(optimizer) else 1)]
             for first, part in parts
         ]
@@ -181,7 +178,7 @@ class Parameters:
             waited_s += queued_s
             staleness = max(staleness, stale)
         self._merge(gradient.views[len(self.trained) :], part)
-        self.optimizer.__dict__["_opt_called"] = True  # or torch's schedulers think it never steps
+        mark_stepped(self.optimizer)
         return Applied(staleness, waited_s)
 
     def follow(self) -> None:
@@ -243,22 +240,6 @@ def _divides(optimizer: Optimizer) -> bool:
     """Whether an optimizer updates each parameter by itself, as far as is known."""
     ours = type(optimizer).__module__.startswith("torch.optim.")
     return ours and not isinstance(optimizer, torch.optim.LBFGS)
-
-
-def _stepper(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, whole: bool) -> Optimizer:
-    """Return an optimizer of some parameters that shares its state with the user's."""
-    if whole:
-        return optimizer
-    stepper: Any = object.__new__(type(optimizer))
-    stepper.__dict__.update(optimizer.__dict__)
-    stepper.__dict__.pop("step", None)  # a scheduler's, which steps the user's optimizer
-    own = {id(parameter) for parameter in parameters}
-    stepper.param_groups = [
-        {**group, "params": [p for p in group["params"] if id(p) in own]}
-        for group in optimizer.param_groups
-    ]
-    made: Optimizer = stepper
-    return made
 
 
 @contextmanager

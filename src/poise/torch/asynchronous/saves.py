@@ -13,6 +13,7 @@ from poise.runtime.settings import Settings
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.facts import Given
+from poise.torch.torch_private import has_scheduler
 
 _VERSION = 1
 _SHORT = 200
@@ -74,8 +75,7 @@ class Saves:
 
         Raises for one that a restart would begin anew, without a word.
         """
-        scheduled = hasattr(self._given.optimizer.step, "_wrapped_by_lr_sched")  # a mark of torch's
-        if self._path is not None and scheduled and not self._schedules:
+        if self._path is not None and has_scheduler(self._given.optimizer) and not self._schedules:
             raise InvalidSetting(
                 "the optimizer has a scheduler that --save does not know, so that a restart would "
                 "begin it anew; wrap it in BySamples, with the samples of an epoch as "
