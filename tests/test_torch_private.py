@@ -333,7 +333,7 @@ def test_a_pair_listens_at_its_address_with_one_thread_and_ends_a_transfer_in_ti
     stores = [Noting(store), Noting(store)]
 
     def pair_up(place: int) -> None:
-        ends[place] = gloo_pair(stores[place], place, host, timedelta(seconds=1))
+        ends[place] = gloo_pair(stores[place], place, host, timedelta(seconds=3))
 
     before = group_threads()
     other = threading.Thread(target=pair_up, args=(1,))
