@@ -474,16 +474,24 @@ def test_a_server_that_fails_is_a_clear_error_on_its_workers(workers: Workers) -
 def serve_die_and_go_on(
     recipe: Recipe, port: int, save: str, schedule_of: Callable[[Any], Any]
 ) -> Any:
-    """The server is lost in the middle of an epoch, and started again from its last save."""
+    """The server is lost in the middle of an epoch, and started again from its last save.
+
+    Its door closes a moment after its connections; a worker that comes back in between would be
+    told that the training is over.
+    """
+    down = Path(save + ".down")
     if os.environ["RANK"] == "0":
         with as_server(port, save=Path(save), save_every_s=0.0):
             if not Path(save).exists():
                 _serve_until(recipe, 2 * recipe.samples + 24, schedule_of)
+        down.touch()
         with as_server(port, save=Path(save)):
             return train(recipe, schedule_of=schedule_of)
     with as_worker(port):
         with pytest.raises(ServerLost, match="start it again"):
             train(recipe, schedule_of=schedule_of)
+        while not down.exists():
+            time.sleep(0.01)
         return train(recipe, schedule_of=schedule_of)
 
 
