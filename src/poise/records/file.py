@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from poise.core.observation import Change, Event
@@ -85,12 +84,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _left_out(self, plan: Plan | None) -> bool:
