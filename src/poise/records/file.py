@@ -47,22 +47,17 @@ class Recorder:
             last = number == len(events)
             decision = Decided.of(plan) if last and plan is not None else None
             more = None if last else True
-            if isinstance(event, Change):
-                self._write(Row(start_step, change=event, decision=decision, more=more))
-            else:
-                self._write(Row(start_step, observation=event, decision=decision, more=more))
+            self._write(Row(start_step, **_told(event), decision=decision, more=more))
 
     def write_round(self, decided: Round, engine: AsyncEngine, busy_s: float) -> None:
         """Add a round of a training with a server, and what the server has done so far."""
         if self._left_out(decided.plan):
             return
         (event,) = decided.events
-        change = event if isinstance(event, Change) else None
         self._write(
             Row(
                 decided.start_step,
-                observation=None if isinstance(event, Change) else event,
-                change=change,
+                **_told(event),
                 loaded=None if decided.loaded is None else json.dumps(decided.loaded.state_dict()),
                 decision=None if decided.plan is None else Decided.of(decided.plan),
                 served=Served.of(engine, busy_s),
@@ -113,6 +108,11 @@ def read_record(path: str | PathLike[str]) -> Record:
         tuple(_row(place, number, line) for number, line in enumerate(lines[1:], start=2)),
         complete=not rest,
     )
+
+
+def _told(event: Event) -> dict[str, Any]:
+    """Return the field of a row that an event belongs to."""
+    return {"change" if isinstance(event, Change) else "observation": event}
 
 
 def _created(path: Path) -> TextIO:
