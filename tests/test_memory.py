@@ -99,14 +99,6 @@ def test_a_line_that_would_start_below_zero_goes_through_the_origin() -> None:
     assert line.bytes_per_sample == pytest.approx(2.5e9 / 15)
 
 
-def test_a_declared_line_is_trusted_at_any_size_and_moved_by_peaks() -> None:
-    line = MemoryLine.declared([2e9, 0.0, NAN, 2e9], [1e8, 2e8, 1e8, NAN])
-    np.testing.assert_array_equal(line.cap(16e9, margin=0.0), [140, 80, INF, INF])
-    moved = line.update([100, NAN, NAN, NAN], [2e9 + 100 * 1.1e8, NAN, NAN, NAN])
-    assert moved.bytes_per_sample[0] == pytest.approx(1.1e8, rel=1e-3)
-    np.testing.assert_array_equal(moved.cap(16e9, margin=0.0), [127, 80, INF, INF])
-
-
 def test_nothing_is_capped_without_a_limit_or_a_measurement() -> None:
     line = MemoryLine.unknown(3).update([8, 8, 8], [1e9, 1e9, NAN])
     np.testing.assert_array_equal(line.cap([NAN, INF, 1e10]), [INF, INF, INF])
@@ -131,7 +123,7 @@ def test_an_idle_worker_shows_what_is_fixed() -> None:
 
 
 def test_a_model_that_does_not_fit_gets_no_samples() -> None:
-    line = MemoryLine.declared([12e9], [1e8])
+    line = MemoryLine.unknown(1).update([0], [12e9]).update([1], [12.1e9])
     assert line.cap(10e9) == 0
 
 
@@ -139,7 +131,7 @@ def test_a_model_that_does_not_fit_gets_no_samples() -> None:
 def test_after_running_out_of_memory_the_cap_stays_below_that_batch(
     failed: int, later: list[int]
 ) -> None:
-    line = MemoryLine.declared([0.0, 0.0], [1.0, 1.0]).out_of_memory(0, failed)
+    line = MemoryLine.unknown(2).update([1, 1], [1.0, 1.0]).out_of_memory(0, failed)
     for size in later:
         line = line.update([size, size], [size, size]).out_of_memory(0, 5000)
     assert line.cap(1e15)[0] < failed
@@ -165,7 +157,7 @@ def test_a_cap_grows_with_the_limit_and_falls_with_the_margin(
 
 
 def test_lines_do_not_change_in_place() -> None:
-    line = MemoryLine.declared([1e9, 1e9], [1e8, 1e8])
+    line = MemoryLine.unknown(2).update([1, 1], [1.1e9, 1.1e9]).update([2, 2], [1.2e9, 1.2e9])
     before = line.cap(1e10)
     line.update([50, 50], [9e9, 9e9])
     line.out_of_memory(1, 3)
@@ -186,12 +178,6 @@ def test_wrong_input_is_refused_with_the_reason() -> None:
         line.cap(-5.0)
     with pytest.raises(InvalidSetting, match=r"limit_bytes has shape \(3,\)"):
         line.cap([1.0, 1.0, 1.0])
-    with pytest.raises(InvalidSetting, match=r"fixed_bytes\[0\] is -1.0"):
-        MemoryLine.declared([-1.0], [1.0])
-    with pytest.raises(InvalidSetting, match=r"bytes_per_sample\[0\] is 0.0"):
-        MemoryLine.declared([1.0], [0.0])
-    with pytest.raises(InvalidSetting, match="2 fixed_bytes and 3 bytes_per_sample"):
-        MemoryLine.declared([1.0, 1.0], [1.0, 1.0, 1.0])
     with pytest.raises(InvalidSetting, match="worker=2 is not one of 2"):
         line.out_of_memory(2, 4)
     with pytest.raises(InvalidSetting, match="batch=0 is below 1"):

@@ -18,8 +18,8 @@ import poise.cli.requirements
 from poise.cli.plot_batches import batches
 from poise.cli.plot_curves import progress, throughput
 from poise.cli.plot_timeline import timeline
-from poise.cli.simulate_page import page, write_page
-from poise.cli.simulate_plots import DPI, Picture, check_directory, draw_all, pictures
+from poise.cli.simulate_page import page
+from poise.cli.simulate_plots import DPI, Picture, check_directory, draw_all, pictures, write
 from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario
@@ -433,7 +433,7 @@ def test_a_place_where_nothing_can_be_written_is_refused(
     with pytest.raises(InvalidSetting, match=r"throughput\.png cannot be written: Is a directory"):
         draw_all(slowdown, outcomes[:1], tmp_path)
     with pytest.raises(InvalidSetting, match=r"throughput\.png cannot be written: Is a directory"):
-        write_page(tmp_path / "throughput.png", slowdown, [], [], [])
+        write(tmp_path / "throughput.png", page(slowdown, [], [], []).encode())
 
 
 def test_without_matplotlib_the_extra_is_named(
@@ -448,7 +448,7 @@ def test_a_page_stands_alone_and_holds_everything(
     slowdown: Scenario, outcomes: list[Outcome], tmp_path: Path
 ) -> None:
     path = tmp_path / "index.html"
-    write_page(path, slowdown, outcomes[2:], ROWS, ["auto is 3 < 4 times as fast"])
+    write(path, page(slowdown, outcomes[2:], ROWS, ["auto is 3 < 4 times as fast"]).encode())
     seen = Seen.of(path.read_text(encoding="utf-8"))
     assert seen.outside == []
     assert not {"script", "link", "iframe"} & set(seen.tags)

@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from poise.cli.demo_task import (
@@ -50,22 +49,6 @@ _FEWEST = 5
 """Steps between two tests, at least: a step with a test is not timed."""
 
 
-class Training(Protocol):
-    """One way to train."""
-
-    model: nn.Module
-    optimizer: Optimizer
-
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this worker's part of each global batch, without end."""
-
-    def accuracy(self) -> float:
-        """Return the part of the test images that the model gets right; all workers ask."""
-
-    def close(self) -> None:
-        """Let go of the other workers."""
-
-
 class Plain:
     """DistributedDataParallel alone: equal shares."""
 
@@ -76,7 +59,7 @@ class Plain:
         self.optimizer = new_optimizer(self.model)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Take an equal part of the global batches that Poise would take."""
+        """Yield an equal part of the global batches that Poise would take, without end."""
         x, y = self._images.train
         split = even_split(dist.get_world_size(), GLOBAL_BATCH)
         start = sum(split[: dist.get_rank()])
@@ -86,7 +69,7 @@ class Plain:
             yield x[mine], y[mine]
 
     def accuracy(self) -> float:
-        """Test on worker 0, while the others wait."""
+        """Return the part of the test images that are right, found by worker 0; the others wait."""
         found = 0.0
         self.model.eval()
         if dist.get_rank() == 0:
@@ -119,12 +102,12 @@ class Balanced:
         self._test = self._balancer.evaluation(DataLoader(TensorDataset(*images.test), _TEST_BATCH))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Take this worker's share."""
+        """Yield this worker's share of each global batch, without end."""
         for _ in self._balancer.epochs(sys.maxsize):
             yield from self._loader
 
     def accuracy(self) -> float:
-        """Test on all workers, each on its share."""
+        """Return the part of the test images that are right; each worker tests its share."""
         right = seen = 0
         with torch.no_grad():
             for x, y in self._test:
@@ -148,12 +131,12 @@ def main(directory: Path, how: How, steps: int) -> None:
     images = read_images(images_file(directory))
     recorder = Recorder()
     with watching(recorder):
-        training: Training = Plain(images) if how == "plain" else Balanced(images)
+        training = Plain(images) if how == "plain" else Balanced(images)
         _train(training, recorder, steps)
         training.close()
 
 
-def _train(training: Training, recorder: Recorder, steps: int) -> None:
+def _train(training: Plain | Balanced, recorder: Recorder, steps: int) -> None:
     every = max(_FEWEST, steps // _TESTS)
     trained_s, before = 0.0, time.perf_counter()
     for step, (x, y) in enumerate(islice(training.batches(), steps)):

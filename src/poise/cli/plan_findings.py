@@ -1,6 +1,6 @@
 """What `poise plan` finds out about a declared cluster, before anything is printed."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from poise.cluster_file import DeclaredCluster, Kind
@@ -36,9 +36,9 @@ class Learning:
     start_batch: int
     allowed: tuple[int, int]
     """The global batches that were looked at: the smallest, the largest."""
-    best_global_batch: int
     goodput: float
     """Samples per second of the global batch asked for, each counted by what it teaches."""
+    best_global_batch: int
     best_goodput: float
 
     @property
@@ -80,16 +80,10 @@ class Findings:
             "even_step_s": self.even.step_s,
             "gain": self.gain,
             "worth": [
-                {
-                    "kind": kind.name,
-                    "count": kind.count,
-                    "with_s": worth.with_s,
-                    "without_s": worth.without_s,
-                    "worth_having": worth.worth_having,
-                }
+                {"kind": kind.name, "count": kind.count, **asdict(worth)}
                 for kind, worth in self.worths
             ],
-            "goodput": None if self.learning is None else _learning_json(self.learning),
+            "goodput": self.learning and {**asdict(self.learning), "gain": self.learning.gain},
         }
 
     def _workers_json(self) -> list[dict[str, Any]]:
@@ -197,16 +191,4 @@ def _learning(
     )
     if there < here:  # the search compares whole batches around its candidates, not all of them
         best, there = global_batch, here
-    return Learning(noise_scale, start_batch, allowed, best, here, there)
-
-
-def _learning_json(learning: Learning) -> dict[str, Any]:
-    return {
-        "noise_scale": learning.noise_scale,
-        "start_batch": learning.start_batch,
-        "allowed": list(learning.allowed),
-        "goodput": learning.goodput,
-        "best_global_batch": learning.best_global_batch,
-        "best_goodput": learning.best_goodput,
-        "gain": learning.gain,
-    }
+    return Learning(noise_scale, start_batch, allowed, here, best, there)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from poise.cli.plan_findings import Findings, Learning, batches_around, even_of
+from poise.cli.plot_text import counted
 from poise.cli.requirements import require
 from poise.core.cluster import limits_of, speed_model
 from poise.core.goodput import efficiency
@@ -93,7 +94,8 @@ def figure(findings: Findings, points: Sequence[Point]) -> "Figure":
     axes.set_ylim(bottom=0)
     axes.set_xlabel("global batch (samples)")
     axes.set_ylabel("samples per second")
-    axes.set_title(_title(findings), fontsize=11, loc="left", parse_math=False)
+    title = findings.cluster.title or counted(len(findings.cluster.workers), "worker")
+    axes.set_title(title, fontsize=11, loc="left", parse_math=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=9, framealpha=0.9, edgecolor="none")
@@ -153,8 +155,3 @@ def _mark_batches(axes: "Axes", findings: Findings) -> None:
             linestyle="none",
             label=f"highest goodput: {best:,}",
         )
-
-
-def _title(findings: Findings) -> str:
-    workers = len(findings.cluster.workers)
-    return findings.cluster.title or f"{workers:,} worker" + ("s" if workers > 1 else "")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from poise.cli.plot_text import counted, name_of
 from poise.engine.modes import Sync
 from poise.sim.outcome import Point
-from poise.sim.scenario import Event, Scenario
+from poise.sim.scenario import MOVES, Event, Scenario
 
 
 def felt_at(scenario: Scenario, course: Sequence[Point]) -> list[int]:
@@ -28,7 +28,7 @@ def felt_first(course: Sequence[Point], event: Event) -> int | None:
 def in_words(scenario: Scenario, event: Event) -> str:
     """Return what happens, as a label says it."""
     whom = _whom(scenario, event)
-    if event.what in ("leaves", "fails", "joins"):
+    if event.what in MOVES:
         many = len(event.workers) > 1
         return f"{whom} {event.what[:-1] if many else event.what}"
     part = {"slower_network": "network", "slower_link": "link of ", "slower_loader": "loader of "}

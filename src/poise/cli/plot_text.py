@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -72,53 +72,34 @@ def _free_row(taken: list[list[tuple[float, float]]], span: tuple[float, float])
 
 
 def _write_label(axes: "Axes", label: Label, row: int, *, rightwards: bool) -> None:
-    text = axes.annotate(
-        label.text,
-        (label.x, 1.0),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(-3 if rightwards else 3, 5 + _LINE_PT * row),
-        textcoords="offset points",
-        ha="left" if rightwards else "right",
-        va="bottom",
-        fontsize=8.5,
-        color=label.color,
-        annotation_clip=False,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-    )
-    text.set_parse_math(False)
-    axes.annotate(
-        "",
-        (label.x, 1.0),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(0, 5 + _LINE_PT * row),
-        textcoords="offset points",
-        annotation_clip=False,
-        arrowprops={
-            "arrowstyle": "-",
-            "color": label.color,
-            "linewidth": 0.7,
-            "shrinkA": 0,
-            "shrinkB": 0,
-        },
-    )
+    place: dict[str, Any] = {"at": (label.x, 1.0), "color": label.color}
+    place |= {"xycoords": axes.get_xaxis_transform()}
+    up, side = 5 + _LINE_PT * row, "left" if rightwards else "right"
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    note(axes, label.text, (-3 if rightwards else 3, up), ha=side, va="bottom", bbox=box, **place)
+    line = {"arrowstyle": "-", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
+    note(axes, "", (0, up), arrowprops={"color": label.color, **line}, **place)
 
 
-def head(axes: "Axes", title: str, note: str, rows: int) -> None:
+def note(
+    axes: "Axes",
+    text: str,
+    offset: tuple[float, float],
+    *,
+    at: tuple[float, float],
+    color: str = QUIET,
+    **style: Any,
+) -> None:
+    """Write small text so many points from a place, whatever characters it is made of."""
+    style |= {"textcoords": "offset points", "annotation_clip": False, "fontsize": 8.5}
+    axes.annotate(text, at, xytext=offset, color=color, **style).set_parse_math(False)
+
+
+def head(axes: "Axes", title: str, facts: str, rows: int) -> None:
     """Write a title and what to know, above so many rows of labels."""
     above = 7 + _LINE_PT * rows
-    text = axes.annotate(
-        note,
-        (0.0, 1.0),
-        xycoords="axes fraction",
-        xytext=(0, above),
-        textcoords="offset points",
-        va="bottom",
-        fontsize=8.5,
-        color=QUIET,
-        annotation_clip=False,
-    )
-    text.set_parse_math(False)
-    pad = above + 3 + _LINE_PT * len(note.splitlines())
+    note(axes, facts, (0, above), at=(0.0, 1.0), xycoords="axes fraction", va="bottom")
+    pad = above + 3 + _LINE_PT * len(facts.splitlines())
     axes.set_title(title, fontsize=11, loc="left", pad=pad, fontweight="bold", parse_math=False)
 
 

@@ -1,14 +1,14 @@
 """A picture of what workers did in the last steps of a simulation."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from poise.cli.durations import duration
 from poise.cli.plot_choice import chosen_workers, everyone_in
 from poise.cli.plot_style import FAINT, new_figure
-from poise.cli.plot_text import QUIET, counted, head, legend_below, name_of, noted, thousands
+from poise.cli.plot_text import counted, head, legend_below, name_of, note, noted, thousands
 from poise.core.timing import Floats
 from poise.engine.modes import Sync
 from poise.sim.outcome import Outcome
@@ -138,13 +138,11 @@ def _write_batches(axes: "Axes", steps: Sequence[Step], workers: Sequence[int]) 
         for step in sorted(steps, key=lambda each: each.whole)
         for worker, batch in zip(step.workers.tolist(), step.split, strict=True)
     }
-    style: dict[str, Any] = {"fontsize": 8.5, "color": QUIET, "annotation_clip": False}
-    style |= {"textcoords": "offset points"}
     rows = axes.get_yaxis_transform()
     for row, worker in enumerate(workers):
         text, at = f"{last[worker]:,}", (1.0, row)
-        axes.annotate(text, at, xycoords=rows, xytext=(34, 0), ha="right", va="center", **style)
-    axes.annotate("local batch", (1.0, 1.0), xycoords="axes fraction", xytext=(6, 4), **style)
+        note(axes, text, (34, 0), at=at, xycoords=rows, ha="right", va="center")
+    note(axes, "local batch", (6, 4), at=(1.0, 1.0), xycoords="axes fraction")
 
 
 def _unit(scenario: Scenario) -> str:

@@ -243,14 +243,14 @@ def _progress(scenario: Scenario, *, again: bool) -> Iterator[Any]:
 def _pictures(findings: Findings, out: str | None) -> list[str]:
     if out is None:
         return []
-    from poise.cli.simulate_page import write_page
-    from poise.cli.simulate_plots import draw_all
+    from poise.cli.simulate_page import page
+    from poise.cli.simulate_plots import draw_all, write
 
     scenario, outcomes = findings.scenario, findings.outcomes
     drawn = draw_all(scenario, outcomes, Path(out))
-    page = Path(out) / "index.html"
-    write_page(page, scenario, outcomes, findings.rows(), list(findings.sentences()))
-    return [str(page), *(str(path) for path in drawn)]
+    index = Path(out) / "index.html"
+    write(index, page(scenario, outcomes, findings.rows(), findings.sentences()).encode())
+    return [str(index), *(str(path) for path in drawn)]
 
 
 def _show(console: Console, findings: Findings) -> None:

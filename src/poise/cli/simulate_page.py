@@ -3,12 +3,11 @@
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from pathlib import Path
 
 from poise.cli.durations import duration
+from poise.cli.plot_text import counted
 from poise.cli.plot_timeline import timeline_facts
 from poise.cli.simulate_plots import Picture, pictures
-from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome
 from poise.sim.scenario import Scenario
 
@@ -71,7 +70,7 @@ def page(
         rows: the table of policies, its heading first.
         sentences: what the table does not say.
     """
-    title = escape(_title(scenario))
+    title = escape(scenario.cluster.title or counted(scenario.workers, "worker"))
     return "\n".join(
         (
             "<!doctype html>",
@@ -97,26 +96,6 @@ def page(
             "</html>\n",
         )
     )
-
-
-def write_page(
-    path: Path,
-    scenario: Scenario,
-    outcomes: Sequence[Outcome],
-    rows: Sequence[Sequence[str]],
-    sentences: Iterable[str],
-) -> None:
-    """Write the page; raises InvalidSetting if the file cannot be written."""
-    text = page(scenario, outcomes, rows, sentences)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidSetting(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-def _title(scenario: Scenario) -> str:
-    workers = scenario.workers
-    return scenario.cluster.title or f"{workers:,} worker" + ("s" if workers > 1 else "")
 
 
 def _introduction(scenario: Scenario) -> Iterator[str]:

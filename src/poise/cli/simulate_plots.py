@@ -54,7 +54,12 @@ def check_directory(path: Path) -> None:
 def draw_all(scenario: Scenario, outcomes: Sequence[Outcome], directory: Path) -> list[Path]:
     """Write all pictures; raises InvalidSetting if a file cannot be written."""
     check_directory(directory)
-    return [_written(picture, directory) for picture in pictures(scenario, outcomes)]
+    drawn = []
+    for picture in pictures(scenario, outcomes):
+        path = directory / f"{picture.name}.png"
+        write(path, picture.png())
+        drawn.append(path)
+    return drawn
 
 
 def pictures(scenario: Scenario, outcomes: Sequence[Outcome]) -> Iterator[Picture]:
@@ -71,10 +76,9 @@ def pictures(scenario: Scenario, outcomes: Sequence[Outcome]) -> Iterator[Pictur
         yield Picture("batches", each, batches(scenario, each))
 
 
-def _written(picture: Picture, directory: Path) -> Path:
-    path = directory / f"{picture.name}.png"
+def write(path: Path, contents: bytes) -> None:
+    """Write a file; raises InvalidSetting if that cannot be."""
     try:
-        path.write_bytes(picture.png())
+        path.write_bytes(contents)
     except OSError as error:
         raise InvalidSetting(f"{path} cannot be written: {error.strerror or error}") from None
-    return path

@@ -33,8 +33,8 @@ class Adjustment:
     """What a rule does to the optimizer's settings, as factors on the user's own.
 
     >>> adam = adjustment("sqrt", batch=256, start=64)
-    >>> adam.lr(0.001), round(adam.beta(0.9), 3), round(adam.beta(0.5), 3), adam.eps(1e-8)
-    (0.002, 0.6, 0.0, 5e-09)
+    >>> adam.factor, round(adam.beta(0.9), 3), round(adam.beta(0.5), 3), adam.eps(1e-8)
+    (2.0, 0.6, 0.0, 5e-09)
     """
 
     factor: float
@@ -43,10 +43,6 @@ class Adjustment:
     """On 1 - beta, for each of Adam's betas."""
     eps_factor: float = 1.0
     """On Adam's eps."""
-
-    def lr(self, lr: float) -> float:
-        """Return the learning rate to use for the user's lr."""
-        return lr * self.factor
 
     def beta(self, beta: float) -> float:
         """Return the beta to use, 1 - forgetting (1 - beta), at least 0."""

@@ -72,30 +72,6 @@ class MemoryLine:
         zero, inf = np.zeros(workers), np.full(workers, np.inf)
         return MemoryLine(zero, zero, zero, zero, zero, inf, -inf, inf)
 
-    @staticmethod
-    def declared(fixed_bytes: ArrayLike, bytes_per_sample: ArrayLike) -> "MemoryLine":
-        """Return lines that somebody knows; NaN for a worker nobody knows about.
-
-        They are trusted at any size. Peaks measured later move them: a declaration weighs as
-        much as one peak each at 0 and 1 samples.
-
-        >>> MemoryLine.declared([2e9], [1e8]).cap(16e9)
-        array([124.])
-        """
-        fixed = np.atleast_1d(np.asarray(fixed_bytes, dtype=np.float64))
-        rise = np.atleast_1d(np.asarray(bytes_per_sample, dtype=np.float64))
-        if fixed.shape != rise.shape:
-            raise InvalidSetting(
-                f"there are {fixed.size} fixed_bytes and {rise.size} bytes_per_sample; "
-                "give one of each per worker"
-            )
-        refuse(fixed < 0, fixed, "fixed_bytes", "bytes from 0 up, or NaN where not known")
-        refuse(rise <= 0, rise, "bytes_per_sample", "bytes above 0, or NaN where not known")
-        line = MemoryLine.unknown(len(fixed))
-        line = line.update(np.zeros(len(fixed)), np.where(np.isnan(rise), np.nan, fixed))
-        line = line.update(np.ones(len(fixed)), fixed + rise)
-        return replace(line, largest=np.where(line.count > 0, np.inf, line.largest))
-
     @property
     def workers(self) -> int:
         """How many there are."""

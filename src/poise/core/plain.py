@@ -58,7 +58,7 @@ def from_plain(kind: type[T], data: Any) -> T:
 def whole_in(state: Mapping[str, Any], key: str) -> int:
     """Return a whole number from 0 that a saved state has, or raise StateMismatch."""
     value = state.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole(value) or value < 0:
         raise StateMismatch(
             f"the state has {key}={value!r}, which is not a whole number from 0; "
             "it is damaged, load another one"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -36,10 +36,7 @@ def apportion(shares: Sequence[int], total: int) -> Split:
     whole = sum(shares)
     if whole <= 0:
         raise InfeasibleSplit(f"shares {tuple(shares)} add up to {whole}; at least one must count")
-    bounds = [0]
-    for share in shares:
-        bounds.append(bounds[-1] + share)
-    ends = [bound * total // whole for bound in bounds]
+    ends = [bound * total // whole for bound in accumulate(shares, initial=0)]
     return tuple(stop - start for start, stop in pairwise(ends))
 
 

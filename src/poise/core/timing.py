@@ -152,11 +152,17 @@ class SpeedModel:
     def ready_s(self, batches: ArrayLike) -> Floats:
         """Return workers x buckets: when each worker hands over each bucket."""
         b = np.asarray(batches, dtype=np.float64)
-        lines: Floats = self.fixed_s + self.per_sample_s * b[:, None]
-        passes = np.ceil(b / self.micro_batch)
+        return self.handed_over(b, b)
+
+    def handed_over(self, b: Floats, felt: Floats, workers: Ints | None = None) -> Floats:
+        """Return the ready lines at what local batches feel like; passes are those of b itself."""
+        every: Ints | slice = slice(None) if workers is None else workers
+        fixed = self.fixed_s[every]
+        lines: Floats = fixed + self.per_sample_s[every] * felt[:, None]
+        passes = np.ceil(b / self.micro_batch[every])
         late = passes > 1
         if late.any():
-            lines[late] = (lines[:, -1] + (passes - 1) * self.fixed_s[:, -1])[late, None]
+            lines[late] = (lines[:, -1] + (passes - 1) * fixed[:, -1])[late, None]
         return lines
 
     def local_s(self, batches: ArrayLike, workers: Ints | None = None) -> Floats:

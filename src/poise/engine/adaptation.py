@@ -12,7 +12,7 @@ from poise.core.observation import Observation
 from poise.core.plan import Forecast
 from poise.core.revised import revised
 from poise.core.timing import Floats
-from poise.errors import InfeasibleSplit, InvalidSetting
+from poise.errors import InvalidSetting
 
 _CLIPPING_MEMORY = 10
 """Steps looked at of which the share of clipped ones is taken."""
@@ -182,8 +182,7 @@ class Adaptation:
         hoped = larger / batch * efficiency(low, larger, start=batch)
         if state.knows_slopes or larger < batch * _APART or hoped < 1 + self.least_gain:
             return None
-        around = range(larger, batch, -1)
-        return next((each for each in around if _fits(forecast, each)), None)
+        return larger if larger >= forecast.limits.least else None
 
     def thought_over(
         self, state: AdaptationState, batch: int, start: int, *, moved: bool
@@ -223,11 +222,3 @@ def _with_local_batches(state: AdaptationState, local: Floats) -> AdaptationStat
         return revised(state, least_local=local, most_local=local)
     least, most = np.minimum(least, local), np.maximum(most, local)
     return revised(state, least_local=least, most_local=most)
-
-
-def _fits(forecast: Forecast, batch: int) -> bool:
-    try:
-        forecast.limits.check(batch)
-    except InfeasibleSplit:
-        return False
-    return True

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 from poise.errors import InvalidSetting
+from poise.numbers import is_whole
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Stale:
     """Whether a step counts for less the later its gradients are: as much as is stable."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
+        if not is_whole(self.steps) or self.steps < 0:
             raise InvalidSetting(
                 f"Stale({self.steps!r}) is no bound; give a whole number of steps from 0"
             )

@@ -35,18 +35,15 @@ class Guard:
         """Have a process and its session ended."""
         start = start_time(pid)
         if start is not None:
-            self._belongings.workers.append((pid, start))
-            self._tell("worker", [pid, start])
+            self._watch("workers", (pid, start))
 
     def watch_group(self, path: str) -> None:
         """Have a control group removed, with the groups in it."""
-        self._belongings.groups.append(path)
-        self._tell("group", path)
+        self._watch("groups", path)
 
     def watch_namespace(self, name: str) -> None:
         """Have a network namespace removed."""
-        self._belongings.namespaces.append(name)
-        self._tell("namespace", name)
+        self._watch("namespaces", name)
 
     def close(self) -> None:
         """Have everything cleaned up, and wait for it."""
@@ -62,7 +59,8 @@ class Guard:
         if code < 0:  # somebody ended it before it was done
             clear(self._belongings)
 
-    def _tell(self, kind: str, value: object) -> None:
+    def _watch(self, kind: str, value: object) -> None:
+        self._belongings.add(kind, value)
         try:
             os.write(self._writing, json.dumps({kind: value}).encode() + b"\n")
         except BrokenPipeError:

@@ -44,12 +44,7 @@ def _heard(text: bytes) -> Belongings:
     belongings = Belongings()
     for line in text.splitlines():
         for kind, value in json.loads(line).items():
-            if kind == "worker":
-                belongings.workers.append((value[0], value[1]))
-            elif kind == "group":
-                belongings.groups.append(value)
-            else:
-                belongings.namespaces.append(value)
+            belongings.add(kind, value)
     return belongings
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import Popen
-from types import TracebackType
 from typing import Self
 
 from poise.engine.modes import Mode
@@ -88,12 +87,7 @@ class Lab:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._say_who_was_not_throttled()
         if self._listener is not None:
             self._listener.close()

@@ -27,6 +27,10 @@ class Belongings:
     groups: list[str] = field(default_factory=list)
     namespaces: list[str] = field(default_factory=list)
 
+    def add(self, kind: str, value: object) -> None:
+        """Add one; its kind is the name of a field."""
+        getattr(self, kind).append(value)
+
 
 def lab_name(number: int) -> str:
     """Return a name that tells which process made a thing, and the how many-th lab of it."""

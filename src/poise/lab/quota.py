@@ -131,12 +131,12 @@ def places(mounts: Path = _MOUNTS, own_groups: Path = _OWN_GROUPS) -> Iterator[P
     for line in own_groups.read_text().splitlines() if own_groups.exists() else ():
         _, controllers, own = line.split(":", 2)
         if "cpu" in controllers.split(","):
-            mount = _first_existing(mounts / "cpu", mounts / controllers)
+            mount = mounts / "cpu" if (mounts / "cpu").is_dir() else mounts / controllers
         elif not controllers:
             mount = mounts if (mounts / "cgroup.controllers").exists() else mounts / "unified"
         else:
             continue
-        if mount is not None and mount.is_dir():
+        if mount.is_dir():
             here = mount / own.lstrip("/")
             yield from (each for each in (here, *here.parents) if each.is_relative_to(mount))
 
@@ -159,7 +159,3 @@ def _can_limit(parent: Path, *, enabling: bool) -> bool:
 
 def _has_cpu(group: Path) -> bool:
     return "cpu" in (group / "cgroup.controllers").read_text().split()
-
-
-def _first_existing(*paths: Path) -> Path | None:
-    return next((path for path in paths if path.is_dir()), None)

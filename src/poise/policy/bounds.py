@@ -8,7 +8,7 @@ import numpy as np
 
 from poise.core.limits import Limits
 from poise.core.split import Split, even_split, optimal_split
-from poise.core.timing import SpeedModel
+from poise.core.timing import Floats, SpeedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,20 @@ class Bounds:
         """Return the split that is as even as the bounds allow."""
         if self == NO_BOUNDS:
             return even_split(workers, global_batch)
-        return self.proportional(np.ones(workers).tolist(), global_batch)
+        return self.proportional(np.ones(workers), global_batch)
 
-    def proportional(self, speeds: Sequence[float], global_batch: int) -> Split:
+    def proportional(
+        self, speeds: Sequence[float] | Floats, global_batch: int, most: Floats | None = None
+    ) -> Split:
         """Return shares in proportion to speeds, b_k = B X_k / sum X, in whole samples.
 
-        Exact: of all splits within the bounds the one whose largest b_k / X_k is smallest.
+        Exact: of all splits within the bounds the one whose largest b_k / X_k is smallest. No
+        local batch exceeds most, if all of those together can take the global batch.
         """
-        model = SpeedModel.proportional(speeds)
-        return optimal_split(model, global_batch, self.limits(len(speeds))).split
+        limits = self.limits(len(speeds))
+        if most is not None:
+            limits = limits.capped_for(global_batch, most)
+        return optimal_split(SpeedModel.proportional(speeds), global_batch, limits).split
 
 
 @lru_cache(maxsize=8)

@@ -41,7 +41,7 @@ class LbBsp:
         for event in events:
             if isinstance(event, Change):
                 speeds = resized(state.throughput(), event)
-                split = self.bounds.proportional(speeds.tolist(), event.global_batch)
+                split = self.bounds.proportional(speeds, event.global_batch)
                 decision = Decision(split, "shares by throughput")
                 state = Window.begin(split, speeds)
             else:

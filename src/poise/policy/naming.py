@@ -1,6 +1,7 @@
-"""Policies as plain data: a name and its settings, and back."""
+"""Policies by their names, and as plain data: a name and its settings, and back."""
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from poise.core.plain import from_plain, to_plain
@@ -23,6 +24,7 @@ KINDS: dict[str, type[Any]] = {
     "proportional": Proportional,
     "static": Static,
 }
+_WITH_NUMBERS = {"fixed": "Fixed([...])", "static": "Static([...])"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,24 @@ class PolicyName:
 
     name: str
     settings: Any
+
+
+def policy_named(name: str) -> Policy:
+    """Return the policy of that name, with its own settings."""
+    if name in _WITH_NUMBERS:
+        raise InvalidSetting(
+            f"policy={name!r} needs one number per worker; "
+            f"use {_WITH_NUMBERS[name]} from poise.policy"
+        )
+    if name not in KINDS:
+        near = get_close_matches(name, KINDS, n=1)
+        hint = f"did you mean {near[0]!r}? There are" if near else "use one of"
+        raise InvalidSetting(
+            f"policy={name!r} is unknown; {hint} {sorted(KINDS.keys() - _WITH_NUMBERS)}, "
+            "Fixed([...]), Static([...]), or a policy object"
+        )
+    policy: Policy = KINDS[name]()
+    return policy
 
 
 def named(policy: Policy) -> PolicyName | None:

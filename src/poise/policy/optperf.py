@@ -95,7 +95,7 @@ class OptPerf:
             decision = Decision(best.split, "another global batch", forecast)
             return decision, _forgotten(replace(state, split=best.split))
         speeds = resized(state.speeds, change)
-        split = self.bounds.proportional(speeds.tolist(), change.global_batch)
+        split = self.bounds.proportional(speeds, change.global_batch)
         decision = Decision(split, "another cluster: the model is learned anew")
         return decision, replace(_begin(split, state.epoch), speeds=speeds)
 
@@ -105,7 +105,7 @@ class OptPerf:
         state = _closed(state, epoch, self.remembered)
         total = sum(state.split)
         if len(state.batches) == 1:
-            split = self.bounds.proportional(state.speeds.tolist(), total)
+            split = self.bounds.proportional(state.speeds, total)
             decision = Decision(split, "the second epoch goes by inverse speed")
         else:
             model = _two_lines(state)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from poise.core.observation import Change, Event
-from poise.core.split import Split, optimal_split
-from poise.core.timing import Floats, SpeedModel
+from poise.core.split import Split
+from poise.core.timing import Floats
 from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
 from poise.policy.window import Window, resized
@@ -64,7 +64,7 @@ class Proportional:
         for event in events:
             if isinstance(event, Change):
                 speeds = resized(state.window.throughput(), event)
-                split = self._split(speeds, event.global_batch)
+                split = self.bounds.proportional(speeds, event.global_batch)
                 decision = Decision(split, "shares by throughput")
                 state = _begin(split, speeds=speeds)
             else:
@@ -80,7 +80,7 @@ class Proportional:
         if change.max() <= self.dead_band:
             return None, state
         speeds, most = state.window.throughput(), _learned_most(state)
-        new = self._split(speeds, int(split.sum()), most)
+        new = self.bounds.proportional(speeds, int(split.sum()), most)
         if new == state.window.split:
             return None, replace(state, most=most)
         slowest = int(mean_s.argmax())
@@ -88,12 +88,6 @@ class Proportional:
         return Decision(new, why), replace(
             _begin(new, most, speeds), previous=state.window.split, speeds=speeds
         )
-
-    def _split(self, speeds: Floats, global_batch: int, most: Floats | None = None) -> Split:
-        limits = self.bounds.limits(len(speeds))
-        if most is not None:
-            limits = limits.capped_for(global_batch, most)
-        return optimal_split(SpeedModel.proportional(speeds), global_batch, limits).split
 
 
 def _begin(

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from poise.core.observation import Change, Event
@@ -48,22 +47,17 @@ class Recorder:
             last = number == len(events)
             decision = Decided.of(plan) if last and plan is not None else None
             more = None if last else True
-            if isinstance(event, Change):
-                self._write(Row(start_step, change=event, decision=decision, more=more))
-            else:
-                self._write(Row(start_step, observation=event, decision=decision, more=more))
+            self._write(Row(start_step, **_told(event), decision=decision, more=more))
 
     def write_round(self, decided: Round, engine: AsyncEngine, busy_s: float) -> None:
         """Add a round of a training with a server, and what the server has done so far."""
         if self._left_out(decided.plan):
             return
         (event,) = decided.events
-        change = event if isinstance(event, Change) else None
         self._write(
             Row(
                 decided.start_step,
-                observation=None if isinstance(event, Change) else event,
-                change=change,
+                **_told(event),
                 loaded=None if decided.loaded is None else json.dumps(decided.loaded.state_dict()),
                 decision=None if decided.plan is None else Decided.of(decided.plan),
                 served=Served.of(engine, busy_s),
@@ -85,12 +79,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _left_out(self, plan: Plan | None) -> bool:
@@ -119,6 +108,11 @@ def read_record(path: str | PathLike[str]) -> Record:
         tuple(_row(place, number, line) for number, line in enumerate(lines[1:], start=2)),
         complete=not rest,
     )
+
+
+def _told(event: Event) -> dict[str, Any]:
+    """Return the field of a row that an event belongs to."""
+    return {"change" if isinstance(event, Change) else "observation": event}
 
 
 def _created(path: Path) -> TextIO:

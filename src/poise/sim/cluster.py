@@ -1,6 +1,6 @@
 """A virtual cluster at some moment, and one step of it, bucket by bucket."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -115,13 +115,7 @@ class Cluster:
         truth = self.truth
         if not isinstance(truth, SpeedModel):
             return truth
-        return SpeedModel(
-            truth.fixed_s,
-            truth.per_sample_s,
-            self.reduction.bucket_s,
-            truth.input_s,
-            truth.micro_batch,
-        )
+        return replace(truth, bucket_s=self.reduction.bucket_s)
 
     def _improved(self, split: Split, limits: Limits) -> tuple[Split, float]:
         best_s = self.step_s(split)

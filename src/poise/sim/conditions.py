@@ -12,7 +12,7 @@ import numpy as np
 from poise.core.timing import Flags, Floats, Ints
 from poise.errors import InvalidSetting
 from poise.sim.cluster import Cluster
-from poise.sim.scenario import Drift, Event, Noise, Scenario
+from poise.sim.scenario import MOVES, Drift, Event, Noise, Scenario
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class Conditions:
         for event in due:
             self._waiting.remove(event)
             workers = list(event.workers)
-            if event.what in ("leaves", "fails", "joins"):
+            if event.what in MOVES:
                 self._back_at = {w: at for w, at in self._back_at.items() if w not in workers}
             if event.what in ("leaves", "fails"):
                 failed |= event.what == "fails" and bool(self._there[workers].any())

@@ -23,6 +23,8 @@ from poise.sim.truth import Bend, Bent, Truth, slowed
 What = Literal[
     "slower", "slower_network", "slower_link", "slower_loader", "leaves", "fails", "joins"
 ]
+MOVES: tuple[What, ...] = ("leaves", "fails", "joins")
+"""What changes who is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +202,9 @@ class Scenario:
     @cached_property
     def first(self) -> Ints:
         """The workers that are there at the start: all but those that join first."""
-        later = {
-            worker
-            for worker in range(self.workers)
-            if (first := self._first_move(worker)) is not None and first.what == "joins"
-        }
-        return np.array([worker for worker in range(self.workers) if worker not in later])
+        moves = [event for event in self.events if event.what in MOVES]
+        first = {worker: event.what for event in reversed(moves) for worker in event.workers}
+        return np.array([worker for worker in range(self.workers) if first.get(worker) != "joins"])
 
     @cached_property
     def kind_of(self) -> Ints:
@@ -300,23 +299,13 @@ class Scenario:
     @property
     def changes_members(self) -> bool:
         """Whether workers come and go."""
-        moves = any(event.what in ("leaves", "fails", "joins") for event in self.events)
+        moves = any(event.what in MOVES for event in self.events)
         return moves or math.isfinite(self.failures.mean_steps)
 
     @property
     def changes_over_steps(self) -> bool:
         """Whether anything but noise depends on the step."""
         return bool(self.events or self.drift.per_step) or self.changes_members
-
-    def _first_move(self, worker: int) -> Event | None:
-        return next(
-            (
-                event
-                for event in self.events
-                if worker in event.workers and event.what in ("leaves", "fails", "joins")
-            ),
-            None,
-        )
 
 
 def _alike(values: list[int]) -> int | tuple[int, ...]:

@@ -2,8 +2,7 @@
 
 from poise.engine.modes import Sync
 from poise.errors import InvalidSetting, PoiseError
-from poise.sim.scenario import Scenario
-from poise.sim.scenario_events import MOVES
+from poise.sim.scenario import MOVES, Scenario
 from poise.toml_file import Toml
 
 

@@ -5,12 +5,10 @@ from typing import Any
 
 from poise.errors import InvalidSetting
 from poise.numbers import is_number
-from poise.sim.scenario import Event, What
+from poise.sim.scenario import MOVES, Event, What
 from poise.sim.scenario_keys import Keys
 from poise.toml_file import nearest
 
-MOVES: tuple[What, ...] = ("leaves", "fails", "joins")
-"""What changes who is there."""
 _SLOWER: tuple[What, ...] = ("slower", "slower_network", "slower_link", "slower_loader")
 _EVENT = ("at_step", "at_s", "worker", "over_steps", "for_steps")
 _WALK = ("at_step", "at_s", "speeds")

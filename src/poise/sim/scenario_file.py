@@ -44,11 +44,11 @@ _VALUES = ("seed", "steps", "global_batch", "mode", "policies", "split", "lead",
 _TABLES = ("network", "training", "noise", "drift", "failures", "loader", "server", "calibration")
 _TOP = (*_VALUES, *_TABLES, "event", "walk")
 _WORKER = ("price_per_hour", "resource", "tile", "knee", "power", "link_bytes_per_s")
-_NOISE = ("cv", "correlation", "spike_chance", "spike")
-_DRIFT = ("per_step", "memory_steps")
+_NOISE = {"cv": (0, 2), "correlation": (0, 0.999), "spike_chance": (0, 1), "spike": (1, 1e6)}
+_DRIFT = {"per_step": (0, 1), "memory_steps": (1, 1e9)}
 _FAILURES = ("mean_steps", "down_steps")
 _LOADER = ("queue",)
-_SERVER = ("exchange_s", "update_s")
+_SERVER = {"exchange_s": (0, 1e6), "update_s": (0, 1e6)}
 _CALIBRATION = ("error", "notes")
 _KNEE = "a pair: the local batch at the knee, and what a sample beyond it counts, from 1 up"
 _POWER = "a pair above 0: the exponent, and the local batch at which the line holds"
@@ -84,20 +84,20 @@ def declared_scenario(toml: Toml) -> Scenario:
         policies=_policies(keys),
         split=_split(keys, global_batch),
         resources=_resources(keys),
-        noise=_noise(keys),
-        drift=_drift(keys),
+        noise=keys.numbers(Noise, "noise", _NOISE),
+        drift=keys.numbers(Drift, "drift", _DRIFT),
         failures=_failures(keys),
         events=declared_events(keys, steps),
         learning=learning,
         bend=_bend(keys),
         ring=ring,
         drag=drag,
-        queue=keys.whole("queue", 2, "loader", least=1, most=64),
+        queue=_queue(keys),
         lead=keys.whole("lead", 0, least=0, most=1024),
         restart_s=keys.number("restart_s", 0.0),
         epoch_samples=declared_epoch(keys, global_batch),
         stride=keys.whole("stride", 1, "training", least=1),
-        server=_server(keys),
+        server=keys.numbers(Server, "server", _SERVER),
         prices=keys.of_workers("price_per_hour", 0.0, from_0, "a number from 0 up"),
         error=_error(keys),
         notes=_notes(keys),
@@ -156,24 +156,6 @@ def _bend(keys: Keys) -> Bend:
     return Bend.of(**{key: values for key, values in bend.items() if values})
 
 
-def _noise(keys: Keys) -> Noise:
-    keys.toml.check_keys(_NOISE, "noise")
-    return Noise(
-        cv=keys.number("cv", 0.0, "noise", most=2.0),
-        correlation=keys.number("correlation", 0.0, "noise", most=0.999),
-        spike_chance=keys.number("spike_chance", 0.0, "noise", most=1.0),
-        spike=keys.number("spike", 1.0, "noise", least=1.0, most=1e6),
-    )
-
-
-def _drift(keys: Keys) -> Drift:
-    keys.toml.check_keys(_DRIFT, "drift")
-    return Drift(
-        per_step=keys.number("per_step", 0.0, "drift", most=1.0),
-        memory_steps=keys.number("memory_steps", 500.0, "drift", least=1.0, most=1e9),
-    )
-
-
 def _failures(keys: Keys) -> Failures:
     keys.toml.check_keys(_FAILURES, "failures")
     return Failures(
@@ -182,13 +164,9 @@ def _failures(keys: Keys) -> Failures:
     )
 
 
-def _server(keys: Keys) -> Server:
-    keys.toml.check_keys(_SERVER, "server")
+def _queue(keys: Keys) -> int:
     keys.toml.check_keys(_LOADER, "loader")
-    return Server(
-        exchange_s=keys.number("exchange_s", 0.0, "server", most=1e6),
-        update_s=keys.number("update_s", 0.0, "server", most=1e6),
-    )
+    return keys.whole("queue", 2, "loader", least=1, most=64)
 
 
 def _error(keys: Keys) -> float | None:

@@ -1,6 +1,6 @@
 """Keys of a scenario file, read one by one: each is right, or its line is in the error."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -58,6 +58,21 @@ class Keys:
         if not (is_whole(found[key]) and least <= found[key] <= most):
             raise self.toml.refused(table, number, key, f"a whole number from {least} to {most}")
         return int(found[key])
+
+    def numbers(self, kind: type[T], table: str, ranges: Mapping[str, tuple[float, float]]) -> T:
+        """Return a table of numbers as the dataclass whose fields are its keys.
+
+        Args:
+            kind: the dataclass; what the table does not say has its defaults.
+            table: its name.
+            ranges: the least and the most of each key.
+        """
+        self.toml.check_keys(ranges, table)
+        found = {}
+        for key in self.toml.table(table):
+            least, most = ranges[key]
+            found[key] = self.number(key, 0.0, table, least=least, most=most)
+        return kind(**found)
 
     def of_workers(
         self, key: str, default: T, check: Callable[[Any], T | None], required: str

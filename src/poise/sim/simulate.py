@@ -7,14 +7,14 @@ import numpy as np
 
 from poise.core.observation import Observation
 from poise.core.plan import Plan
-from poise.core.split import Split
+from poise.core.split import Split, optimal_split
 from poise.core.timing import Floats
 from poise.engine.bsp import Engine
 from poise.policy import Policy
 from poise.sim.cluster import Cluster
 from poise.sim.conditions import Scatter
 from poise.sim.scenario import Noise
-from poise.sim.truth import Truth, oracle
+from poise.sim.truth import Truth
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def simulate(
     for step in range(steps):
         truth, split = truth_at(step), timetable.at(step).split
         if truth is not known[0]:
-            known = truth, oracle(truth, global_batch).step_s
+            known = truth, optimal_split(truth, global_batch).step_s
         seen = observe(truth, step, step // epoch_steps, split, scatter.next())
         splits.append(split)
         taken.append(truth.step_s(split))

@@ -1,14 +1,12 @@
 """What virtual workers truly take, which no policy is told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from poise.core.limits import Limits
-from poise.core.split import Optimum, optimal_split
 from poise.core.timing import Curves, Floats, Ints, SpeedModel, StepTimes
 
 
@@ -113,12 +111,14 @@ class Bent:
 
     def ready_s(self, batches: ArrayLike) -> Floats:
         """Workers x buckets: when they are handed over, without noise."""
-        return self._handed_over(np.asarray(batches, dtype=np.float64), None)
+        b = np.asarray(batches, dtype=np.float64)
+        return self.model.handed_over(b, self.bend(b))
 
     def local_s(self, batches: ArrayLike, workers: Ints | None = None) -> Floats:
         """Return tau_i(b); the loader does not feel what computing does."""
         b = np.asarray(batches, dtype=np.float64)
-        computing = (self._handed_over(b, workers) + self.model.tail_s).max(axis=1)
+        ready_s = self.model.handed_over(b, self.bend(b, workers), workers)
+        computing = (ready_s + self.model.tail_s).max(axis=1)
         loading = self.input_s if workers is None else self.input_s[workers]
         return np.asarray(np.maximum(computing, loading * b))
 
@@ -134,17 +134,6 @@ class Bent:
         """Return the largest local batches that end in time, and no slopes."""
         return self._curves.capacity(step_s)
 
-    def _handed_over(self, b: Floats, workers: Ints | None) -> Floats:
-        """Return the lines in what is felt; passes are those of the samples that there are."""
-        every: Ints | slice = slice(None) if workers is None else workers
-        fixed, slope = self.model.fixed_s[every], self.model.per_sample_s[every]
-        lines = fixed + slope * self.bend(b, workers)[:, None]
-        passes = np.ceil(b / self.model.micro_batch[every])
-        late = passes > 1
-        if late.any():
-            lines[late] = (lines[:, -1] + (passes - 1) * fixed[:, -1])[late, None]
-        return np.asarray(lines)
-
     @cached_property
     def _curves(self) -> Curves:
         return Curves(self.workers, lambda workers, b: self.local_s(b, workers), most=2**24)
@@ -153,18 +142,7 @@ class Bent:
 def slowed(model: SpeedModel, factors: ArrayLike) -> SpeedModel:
     """Return the cluster with each worker's compute times multiplied."""
     each = np.asarray(factors, dtype=np.float64)[:, None]
-    return SpeedModel(
-        model.fixed_s * each,
-        model.per_sample_s * each,
-        model.bucket_s,
-        model.input_s,
-        model.micro_batch,
-    )
-
-
-def oracle(truth: Truth, global_batch: int, limits: Limits | None = None) -> Optimum:
-    """Return the split that one who knows the truth would choose."""
-    return optimal_split(truth, global_batch, limits)
+    return replace(model, fixed_s=model.fixed_s * each, per_sample_s=model.per_sample_s * each)
 
 
 def _some(values: Floats, workers: Ints | None) -> Floats:

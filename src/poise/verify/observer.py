@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from poise.engine.modes import Sync
 from poise.environment import launched_as
+from poise.numbers import is_number
 from poise.policy import Even, Fixed
 from poise.runtime.events import (
     Applied,
@@ -262,14 +263,8 @@ def _numbers(optimizer: Optimizer, which: str) -> dict[str, float]:
         f"{key}{f' of group {number}' if len(groups) > 1 else ''}{which}": float(value)
         for number, group in enumerate(groups)
         for key, value in group.items()
-        if _is_number(value)
+        if is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)
     }
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _generator_states() -> tuple[Any, ...]:
