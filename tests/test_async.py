@@ -228,9 +228,12 @@ def test_workers_together_push_every_sample_once_and_learn(workers: Workers, mod
 
 
 def train_in_part(recipe: Recipe, batches: int, epochs: int) -> Any:
-    """Take only some batches of each epoch; workers take part in only some epochs."""
+    """Take only some batches of each epoch; workers take part in only some epochs.
+
+    Returns how many epochs there were, the samples pushed, and the local batches of this worker.
+    """
     model, optimizer, _ = build(recipe)
-    passes = 0
+    passes, taken = 0, list[int]()
     with warnings.catch_warnings(), Balancer(recipe.global_batch, mode="async") as balancer:
         warnings.simplefilter("ignore", PoiseWarning)
         loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
@@ -240,23 +243,29 @@ def train_in_part(recipe: Recipe, batches: int, epochs: int) -> Any:
             for number, (inputs, targets, _) in enumerate(shares):
                 if number == batches:
                     break
+                taken.append(len(inputs))
                 nn.functional.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return passes, balancer.samples
+        return passes, balancer.samples, taken
 
 
 def test_loops_that_leave_an_epoch_early_do_not_hang(workers: Workers) -> None:
     recipe = Recipe(samples=240, epochs=3)
-    (passes, samples), *others = workers.run(train_in_part, recipe, 2, 3, workers=3)
+    (passes, samples, _), *others = workers.run(train_in_part, recipe, 2, 3, workers=3)
     assert passes == 3
-    assert samples == 3 * 2 * 2 * 6
-    assert [found for found, _ in others] == [3, 3]
+    assert [found for found, _, _ in others] == [3, 3]
+    for _, _, taken in others:
+        assert taken[:-2] == [6] * 4
+        # In the last epoch the other may have left, and the whole global batch is this worker's.
+        assert len(taken) == 6
+        assert set(taken[-2:]) <= {6, 12}
+    assert samples == sum(sum(taken) for _, _, taken in others)
 
 
 def test_a_server_is_done_when_its_workers_are(workers: Workers) -> None:
     recipe = Recipe(samples=240, epochs=3)
-    (passes, samples), *_ = workers.run(train_in_part, recipe, 10**6, 1, workers=3)
+    (passes, samples, _), *_ = workers.run(train_in_part, recipe, 10**6, 1, workers=3)
     assert passes <= 2  # in the second of which it sees that nobody is left
     assert samples == 240
 

@@ -56,7 +56,7 @@ def data() -> TensorDataset:
 
 
 def train_compiled(convolution: bool, in_place: bool, compiled: bool) -> tuple[Weights, int]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counter = Counter()
     model: Any = Net(convolution)
     if compiled and in_place:
@@ -73,7 +73,7 @@ def train_compiled(convolution: bool, in_place: bool, compiled: bool) -> tuple[W
             optimizer.step()
             optimizer.zero_grad()
     plain = {name.replace("_orig_mod.", ""): value for name, value in weights(shared).items()}
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return plain, counter.graphs
 
 
@@ -110,7 +110,7 @@ class Restless:
 
 def train_while_compiling() -> tuple[list[int], list[bool], list[Split]]:
     """Worker 1 compiles again in steps 5 and 11."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = Net(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     policy = Restless()
@@ -127,7 +127,7 @@ def train_while_compiling() -> tuple[list[int], list[bool], list[Split]]:
             nn.functional.cross_entropy(shared(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return policy.seen, compiled, splits
 
 

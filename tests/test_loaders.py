@@ -22,7 +22,9 @@ from torch.utils.data import (
 
 from poise.errors import InvalidSetting
 from poise.policy import Fixed
+from poise.runtime.orders import DrawnOrders, KeyedOrders
 from poise.torch import Balancer
+from poise.torch.orders import orders_of
 from poise.torch.seeding import SeededDataset, Wanted
 from tests.cluster import Workers
 from tests.inside import loader_of
@@ -179,6 +181,18 @@ def train_with_sampler(name: str, split: list[int], seed: int) -> list[list[int]
 
 def joined(results: list[list[list[int]]]) -> list[int]:
     return [number for step in zip(*results, strict=True) for part in step for number in part]
+
+
+@pytest.mark.parametrize(
+    ("stated", "kind"),
+    [({}, KeyedOrders), ({"num_samples": LENGTH}, KeyedOrders), ({"num_samples": 7}, DrawnOrders)],
+)
+def test_a_random_sampler_of_every_sample_once_gives_way_to_our_own_order(
+    stated: Any, kind: type[Any]
+) -> None:
+    loader = DataLoader(Numbered(), 8, sampler=RandomSampler(Numbered(), **stated))
+    control: Any = None  # nothing is drawn here
+    assert isinstance(orders_of(loader, LENGTH, seed=0, control=control), kind)
 
 
 @pytest.mark.parametrize("name", ["weighted", "own seed", "replacement", "curriculum"])

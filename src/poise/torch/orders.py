@@ -47,8 +47,7 @@ class LoaderSampler:
 def orders_of(loader: DataLoader[Any], length: int, seed: int, control: Drawing) -> Orders:
     """Return the order that a loader asks for."""
     sampler = loader.sampler
-    plain = type(sampler) is RandomSampler and not sampler.replacement
-    if plain and sampler.num_samples == length:  # type: ignore[attr-defined]
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
         return KeyedOrders(Order(length=length, seed=seed))
     if type(sampler) is SequentialSampler:
         return KeyedOrders(Order(length=length, seed=seed, shuffled=False))

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -104,7 +103,7 @@ def _making(recorder: Recorder, monitor: Monitor | None, original: _Call) -> _Ca
 
 def _meet(monitor: Monitor, model: DistributedDataParallel) -> None:
     """Meet the workers of the model in the store of the default group."""
-    store = PrefixStore("poise/watch", default_store())
+    store = dist.PrefixStore("poise/watch", default_store())
     workers = dist.get_process_group_ranks(model.process_group)
     monitor.join(store, dist.get_rank(), workers)
 
