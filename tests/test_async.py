@@ -484,15 +484,19 @@ def serve_die_and_go_on(
     recipe: Recipe, port: int, save: str, schedule_of: Callable[[Any], Any]
 ) -> Any:
     """The server is lost in the middle of an epoch, and started again from its last save."""
+    gone = Path(save).with_suffix(".gone")
     if os.environ["RANK"] == "0":
         with as_server(port, save=Path(save), save_every_s=0.0):
             if not Path(save).exists():
                 _serve_until(recipe, 2 * recipe.samples + 24, schedule_of)
+        gone.touch()
         with as_server(port, save=Path(save)):
             return train(recipe, schedule_of=schedule_of)
     with as_worker(port):
         with pytest.raises(ServerLost, match="start it again"):
             train(recipe, schedule_of=schedule_of)
+        while not gone.exists():  # it still listens, and would say that training is over
+            time.sleep(0.01)
         return train(recipe, schedule_of=schedule_of)
 
 
