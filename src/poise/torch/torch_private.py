@@ -1,6 +1,6 @@
 """Every private name of torch that Poise uses; no other file touches one.
 
-Each is here because torch 2.6 has no public way to the same thing, and each has a test that fails
+Each is here because torch 2.8 has no public way to the same thing, and each has a test that fails
 when torch changes it (tests/test_torch_private.py).
 """
 
