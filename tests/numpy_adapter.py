@@ -93,7 +93,7 @@ class NumpyTraining:
             MapBatches(
                 TrainingPass(self.session),
                 self.orders,
-                worker=self.session.generation.worker,
+                self.session.peers,
                 drop_last=False,
             )
         )

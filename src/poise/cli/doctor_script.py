@@ -48,26 +48,23 @@ class _Stop:
     """Lets Balancer.prepare do its work, examines the group, and leaves the script."""
 
     def __init__(self) -> None:
-        self._balancer: Any = None
         self.catching = ExitStack()
         """Ends the catching of warnings."""
         self._caught: list[warnings.WarningMessage] = []
 
     def listen(self, events: Events) -> None:
         """Hear of a training."""
-        events.on(Begun, self._begun)
+        made: list[Any] = []
+        events.on(Begun, lambda event: made.append(event.balancer))
         events.on(Preparing, self._preparing)
-        events.on(Prepared, self._prepared)
-
-    def _begun(self, event: Begun) -> None:
-        self._balancer = event.balancer
+        events.on(Prepared, lambda event: self._prepared(event, made[0]))
 
     def _preparing(self, _: Preparing) -> None:
         catching = warnings.catch_warnings(record=True)
         self._caught = self.catching.enter_context(catching) or []
         warnings.simplefilter("always")
 
-    def _prepared(self, event: Prepared) -> None:
+    def _prepared(self, event: Prepared, balancer: Any) -> None:
         self.catching.close()
         if event.peers is None:
             raise InvalidSetting(
@@ -77,5 +74,5 @@ class _Stop:
         texts = [str(warning.message) for warning in self._caught]
         device = next(event.models[0].parameters()).device
         examination = examine(event.peers, device, event.lead, texts)
-        self._balancer.close()
+        balancer.close()
         raise _Prepared(examination)

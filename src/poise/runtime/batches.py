@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from poise.core.batch import Batch, batches, steps_per_epoch
 from poise.core.order import DrawnOrder, Order
 from poise.core.plan import Plan
-from poise.runtime.control import Control
 from poise.runtime.orders import Orders
+from poise.runtime.peers import Peers
 
 Idle = Literal["empty", "repeat"]
 """What a worker without a sample gets: an empty batch, or a sample twice at weight 0."""
@@ -88,11 +88,11 @@ class MapBatches:
     """The rest of an epoch, from the first sample that is not consumed, under changing plans."""
 
     def __init__(
-        self, passes: Pass, orders: Orders, *, worker: int, drop_last: bool, idle: Idle = "empty"
+        self, passes: Pass, orders: Orders, peers: Peers, *, drop_last: bool, idle: Idle = "empty"
     ) -> None:
         self._passes = passes
         self._orders = orders
-        self._worker = worker
+        self._peers = peers
         self._drop_last = drop_last
         self._idle: Idle = idle
         self._end = 0
@@ -117,7 +117,7 @@ class MapBatches:
             step=place.step,
         ):
             self._end = batch.stop
-            yield cut(batch, order, self._worker, self._idle)
+            yield cut(batch, order, self._peers.generation.worker, self._idle)
 
     def loading(self) -> AbstractContextManager[None]:
         """Surround the fetching of a batch."""
@@ -139,15 +139,15 @@ class StreamBatches:
     worker whose part is exhausted goes on with weight 0 until all are.
     """
 
-    def __init__(self, passes: Pass, control: Control) -> None:
+    def __init__(self, passes: Pass, peers: Peers) -> None:
         self._passes = passes
-        self._control = control
+        self._peers = peers
         self._place = Place(0, 0, 0)
 
     @property
     def worker(self) -> int:
         """This worker's number."""
-        return self._control.worker
+        return self._peers.generation.worker
 
     def begin(self, *, resumed: bool) -> int:
         """Start a pass, where the stream stands if it is resumed; return its epoch."""
@@ -173,7 +173,7 @@ class StreamBatches:
     def agreed(self, samples: int) -> Batch | None:
         """Return the batch, of which this worker has so many samples; None: all parts are over."""
         epoch, position, step = self._place
-        taken = self._control.table([samples], f"step {step} of the stream")
+        taken = self._peers.control.table([samples], f"step {step} of the stream")
         split = tuple(int(row[0]) for row in taken)
         return Batch(step=step, epoch=epoch, start=position, split=split) if any(split) else None
 

@@ -9,8 +9,8 @@ workers are alike.
 
 **Errors.** What a subscriber raises on the training's own thread passes on to whoever told the
 event, and so to the user's script: this is how a command leaves a script that it has seen enough
-of. On any other thread it would disturb a reduction, or be lost; it is kept, and raised with the
-next event on the training's own thread.
+of. On any other thread it would disturb a reduction, or be lost; it is kept, and raised after the
+next event on the training's own thread. That is the thread which prepares and asks for batches.
 """
 
 import threading
@@ -256,17 +256,26 @@ class Events:
         """Whether anybody listens to events of a kind; others need not be made."""
         return kind in self._calls
 
+    def train_here(self) -> None:
+        """Take the thread that calls this for the training's own."""
+        self._thread = threading.get_ident()
+
     def tell(self, event: Event) -> None:
         """Tell an event."""
+        calls = self._calls.get(type(event), ())
         if threading.get_ident() == self._thread:
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise failure
-            for call in self._calls.get(type(event), ()):
+            for call in calls:
                 call(event)
+            self.raise_kept()
             return
         try:
-            for call in self._calls.get(type(event), ()):
+            for call in calls:
                 call(event)
         except BaseException as error:
             self._failure = self._failure or error
+
+    def raise_kept(self) -> None:
+        """Raise what a subscriber raised on another thread, if any did."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure

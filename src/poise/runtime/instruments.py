@@ -31,19 +31,24 @@ class Instrument:
     """Returns the settings to train with, for those that the script states."""
 
 
-_stated: ContextVar[tuple[Instrument, ...]] = ContextVar("poise_instruments", default=())
+_stated: ContextVar[tuple[Instrument, ...] | None] = ContextVar("poise_instruments", default=None)
+_everywhere: list[Instrument] = []
+"""The same for threads that a script starts, which begin without a context."""
 
 
 @contextmanager
 def instrumented(instrument: Instrument) -> Iterator[None]:
     """Have every Balancer that is made inside the block ask for an instrument."""
-    token = _stated.set((*_stated.get(), instrument))
+    token = _stated.set((*instruments(), instrument))
+    _everywhere.append(instrument)
     try:
         yield
     finally:
+        _everywhere.remove(instrument)
         _stated.reset(token)
 
 
 def instruments() -> tuple[Instrument, ...]:
     """Return the instruments that are stated here."""
-    return _stated.get()
+    stated = _stated.get()
+    return tuple(_everywhere) if stated is None else stated

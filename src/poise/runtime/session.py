@@ -30,6 +30,7 @@ from poise.runtime.events import (
     PassBegan,
     Reduced,
     Reducing,
+    Resumed,
 )
 from poise.runtime.exchange import Exchange
 from poise.runtime.generation import Generation, Member
@@ -105,9 +106,7 @@ class Session:
         """Take what the adapter brings; all workers call it together."""
         self._equipment = equipment
         self.stopwatch.clock = equipment.clock
-        table = self.peers.control.table([equipment.lead, equipment.meter.lag], "prepare")
-        leads, lags = zip(*table, strict=True)
-        announcements = Announcements(self.first_plans, delay(int(max(leads))), lag=int(max(lags)))
+        announcements = _agreed(self, equipment, self.first_plans, 0)
         self._exchange = _exchange(self, self.engine, equipment, announcements)
         if not self._exchange.silent:
             equipment.meter.listen(self.events)
@@ -123,6 +122,7 @@ class Session:
 
         It goes on where training stands; anew, with the next epoch if this one was left early.
         """
+        self.events.train_here()
         if anew and self.progress.position:
             self.progress = self.progress.next_epoch()
         self.progress = self.progress.begin_pass()
@@ -221,11 +221,15 @@ class Session:
         change = Change(origin, self.plan.global_batch)
         plan, engine = before.engine.update([change], step)
         assert plan is not None  # a change demands a decision
-        first, *_ = self.peers.control.table(plan.split, "the next generation")
-        self.plan = replace(plan, split=tuple(int(each) for each in first))
+        said = self.peers.control.table([plan.gain, *plan.split], "the next generation")
+        gain, *split = said[0]  # worker 0 alone decides
+        self.plan = replace(plan, split=tuple(int(each) for each in split), gain=gain)
         timetable = before.announcements.timetable.announce(self.plan)
-        resumed = before.announcements.resume(step, timetable)
-        self._exchange = _exchange(self, engine, self._equipment, resumed)
+        announcements = _agreed(self, self._equipment, timetable, step)
+        self._exchange = _exchange(self, engine, self._equipment, announcements)
+        known = before.engine if generation.worker == 0 else None
+        told = (known, change, step, self.plan)
+        self.events.tell(Resumed(step, self.stopwatch.stamp(), *told))
 
     def close(self) -> None:
         """Wait for the other workers to be done, and tell of the last steps."""
@@ -268,6 +272,15 @@ def _started(settings: Settings, generation: Generation) -> tuple[Timetable, Eng
     return Engine(
         settings.policy, generation.workers, settings.global_batch, settings.adapt
     ).start()
+
+
+def _agreed(
+    session: Session, equipment: Equipment, timetable: Timetable, step: int
+) -> Announcements:
+    """Return announcements from a step on, for the largest lead and lag of all workers."""
+    table = session.peers.control.table([equipment.lead, equipment.meter.lag], "prepare")
+    lead, lag = (int(max(column)) for column in zip(*table, strict=True))
+    return Announcements(timetable, delay(lead), lag, first_step=step, next_step=step)
 
 
 def _exchange(

@@ -11,6 +11,7 @@ import numpy as np
 
 from poise.core.timing import Floats
 from poise.runtime.collectives import Disconnected, Numbers
+from poise.runtime.rendezvous import RendezvousLost
 
 _HANG_S = 60.0
 
@@ -130,5 +131,7 @@ class ThreadRendezvous:
     def get(self, keys: Sequence[str]) -> list[str]:
         """Return texts as soon as all of them are there."""
         with self._changed:
-            self._changed.wait_for(lambda: all(key in self._texts for key in keys), self._hang_s)
+            there = lambda: all(key in self._texts for key in keys)  # noqa: E731
+            if not self._changed.wait_for(there, self._hang_s):
+                raise RendezvousLost(f"nobody left a text for one of {list(keys)}")
             return [self._texts[key] for key in keys]

@@ -97,5 +97,5 @@ class Training(Protocol):
     def close(self) -> None:
         """Wait for the others to be done, and let go of everything; a second time does nothing."""
 
-    def fail(self, error: BaseException, *, leave: bool = True) -> None:
-        """Tell the others why this process stops; leave: it lives on, so it leaves its groups."""
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this process stops, and let go of everything."""

@@ -3,6 +3,7 @@
 import atexit
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.util import Finalize
 from os import PathLike
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -115,6 +116,8 @@ class Balancer:
         self._training = _begun(settings, events)
         self._over = False
         atexit.register(self._at_exit)
+        # Forked children of multiprocessing end without atexit.
+        self._finalizer = Finalize(None, self._at_exit, exitpriority=0)
         events.tell(Begun(0, host_stamp(), self))
 
     @property
@@ -257,16 +260,17 @@ class Balancer:
             self._training.fail(error)  # the process may live on, and nobody must wait for it
 
     def _at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)
-        if error is None:
+        error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         elif self._ends():
-            self._training.fail(error, leave=False)
+            self._training.fail(error)
 
     def _ends(self) -> bool:
         """True the first time."""
         first, self._over = not self._over, True
         atexit.unregister(self._at_exit)
+        self._finalizer.cancel()
         return first
 
 

@@ -195,9 +195,16 @@ class GradientSum:
             for each in all_sums.value():
                 each.value()
         except RuntimeError as error:
-            backward.outcome.set_result(self._lost(backward, error))
+            backward.outcome.set_result(self._found_lost(backward, error))
         else:
             backward.outcome.set_result(None)
+
+    def _found_lost(self, backward: "_Backward", error: RuntimeError) -> Exception:
+        """Return what is to be raised, whatever the search for the culprit itself raises."""
+        try:
+            return self._lost(backward, error)
+        except Exception as other:
+            return other
 
     def _lost(self, backward: "_Backward", error: RuntimeError) -> WorkerLost:
         return self._session.peers.liveness.lost(backward.doing, disconnection(error))

@@ -43,7 +43,7 @@ from poise.torch.orders import orders_of
 from poise.torch.places import Places
 from poise.torch.settings import TorchSettings
 from poise.torch.stream import StreamLoader
-from poise.torch.updates import Updates, trained
+from poise.torch.updates import Updates
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,8 @@ def handed_in(
     check_optimizers(optimizers, models)
     check_loader(loader)
     found = HandedIn(models, optimizers, loader, _orders(session, loader))
+    if settings.adapt is not None:
+        check_all_used((p for p in found.parameters if p.requires_grad), optimizers)
     session.peers.control.agree(_facts(session, settings, found), "prepare")
     if session.generation.worker == 0:
         warn_of_batch_size(loader.batch_size, settings.global_batch)
@@ -114,8 +116,6 @@ def build(
     places = Places(session)
     with session.peers.liveness.together("prepare"), disconnecting():
         links = [Link.made(model, session, places, settings) for model in handed.models]
-    if settings.adapt is not None:
-        check_all_used(trained(links), handed.optimizers)
     micro = MicroBatches(
         session,
         links,
@@ -202,12 +202,12 @@ def training_loader(session: Session, handed: HandedIn) -> ShareLoader | StreamL
     settings, loader = session.settings, handed.loader
     passes = TrainingPass(session)
     if handed.orders is None:
-        batches = StreamBatches(passes, session.peers.control)
+        batches = StreamBatches(passes, session.peers)
         return StreamLoader(loader, batches, settings.slicer)
     source = MapBatches(
         passes,
         handed.orders,
-        worker=session.generation.worker,
+        session.peers,
         drop_last=loader.drop_last,
         idle=settings.idle,
     )

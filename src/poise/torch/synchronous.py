@@ -123,10 +123,10 @@ class Synchronous:
         session, settings = self._session, self._settings
         passes = EvaluationPass(session, loader.batch_size)
         if is_stream(loader):
-            batches = StreamBatches(passes, session.peers.control)
+            batches = StreamBatches(passes, session.peers)
             return StreamLoader(loader, batches, settings.slicer)
         orders = orders_of(loader, length_of(loader), settings.seed, session.peers.control)
-        source = MapBatches(passes, orders, worker=self.worker, drop_last=loader.drop_last)
+        source = MapBatches(passes, orders, session.peers, drop_last=loader.drop_last)
         return ShareLoader(loader, source, seed=settings.seed, slicer=settings.slicer)
 
     def micro_batches(self, batch: Any) -> Iterator[Part]:
@@ -166,13 +166,13 @@ class Synchronous:
 
     def close(self) -> None:
         """Wait for the other workers to be done, and free what this training holds."""
-        self._end(self._session.close, leave=True)
+        self._end(self._session.close)
 
-    def fail(self, error: BaseException, *, leave: bool = True) -> None:
-        """Tell the others why this worker stops; one that lives on leaves the groups."""
-        self._end(lambda: self._session.fail(error), leave=leave)
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this worker stops, and leave the groups, which they notice."""
+        self._end(lambda: self._session.fail(error))
 
-    def _end(self, how: Callable[[], None], *, leave: bool) -> None:
+    def _end(self, how: Callable[[], None]) -> None:
         """Let go of hooks, end the session, and leave the groups; the first time only."""
         if self._closed:
             return
@@ -182,11 +182,10 @@ class Synchronous:
         try:
             how()
         finally:
-            if leave:
-                for link in () if self._built is None else self._built.links:
-                    link.release()
-                self._session.peers.part()
-                self._groups.leave()
+            for link in () if self._built is None else self._built.links:
+                link.release()
+            self._session.peers.part()
+            self._groups.leave()
             self._session.peers.liveness.linger()
 
 

@@ -53,7 +53,7 @@ class Observer:
         self._variant = variant
         self._course = course
         self._stated: TorchSettings | None = None
-        """What the script stated for its last Balancer."""
+        """What the script stated for the Balancer that is watched; until then, for its last."""
         self._watched: Events | None = None
         """Of the training that is watched."""
         self._names: dict[Tensor, str] = {}
@@ -66,7 +66,8 @@ class Observer:
         The global batch stays: both sides would have to move it alike.
         """
         workers = _workers()
-        self._stated = stated
+        if self._watched is None:
+            self._stated = stated
         shared = self._variant.arrangement == "shared"
         limit = stated.micro_batch
         if isinstance(limit, list | tuple) and limit:  # as many limits as there are workers here
@@ -83,39 +84,44 @@ class Observer:
 
     def listen(self, events: Events) -> None:
         """Hear of a training; only the first that is prepared is watched."""
+        made, stated = len(self.balancers), self._stated
 
         def of_the_watched(call: Callable[[Any], None]) -> Callable[[Any], None]:
             return lambda event: call(event) if self._watched is events else None
 
+        def prepared(event: Prepared) -> None:
+            self._prepared(events, event, self.balancers[made], stated)
+
         events.on(Begun, lambda event: self.balancers.append(event.balancer))
-        events.on(Prepared, lambda event: self._prepared(events, event))
+        events.on(Prepared, prepared)
         events.on(HandedOut, of_the_watched(self._handed_out))
         events.on(BucketReady, of_the_watched(self._bucket))
         events.on(Reduced, of_the_watched(self._weighted))
         events.on(Applying, of_the_watched(self._before_update))
         events.on(Applied, of_the_watched(self._after_update))
 
-    def _prepared(self, events: Events, event: Prepared) -> None:
+    def _prepared(
+        self, events: Events, event: Prepared, balancer: Any, stated: TorchSettings | None
+    ) -> None:
         """Begin to watch a training; a second one in the same script is left alone."""
         if event.streams:
-            self.balancers[-1].close()
+            balancer.close()
             raise Refused(
                 "the data set is a stream, of which every worker reads its own part, so one "
                 "process has other global batches than several; verify with a map-style data set"
             )
         if self._watched is not None:
             return
-        assert self._stated is not None
-        self._watched = events
+        assert stated is not None
+        self._watched, self._stated = events, stated
         self._names = _names([model.module for model in event.models])
         self._optimizers = list(event.optimizers)
-        balancer = self.balancers[-1]
         self.seen = Observation(
             worker=balancer.worker,
             workers=balancer.workers,
             split=balancer.plan.split,
-            counted=self._stated.count is not None,
-            compressed=self._stated.inner is not None,
+            counted=stated.count is not None,
+            compressed=stated.inner is not None,
         )
         for model in event.models:
             model.register_forward_pre_hook(self._before_forward)

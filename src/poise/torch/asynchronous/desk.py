@@ -48,7 +48,7 @@ class Desk:
         self, course: Course, parameters: Parameters, recorder: Recorder | None, events: Events
     ) -> None:
         self.course = course
-        self._events = events
+        self.events = events
         self.parameters = parameters
         self._updates = Updates(course, parameters)
         self._recorder = recorder
@@ -111,7 +111,7 @@ class Desk:
             self._record(decided)
             workers = len(course.engine.members)
         step = course.engine.updates
-        self._events.tell(Joined(step, host_stamp(), guest.worker, guest.label))
+        self.events.tell(Joined(step, host_stamp(), guest.worker, guest.label))
         _log.info("worker %d is here: %s", guest.worker, guest.label)
         notice = momentum_notice(course.engine.mode, self.parameters.optimizer, workers)
         if notice and decided is not None:  # those that were expected are known before
@@ -127,11 +127,11 @@ class Desk:
             self._updates.leave(guest.worker)
         step = course.engine.updates
         if guest.done or course.ended is not None:
-            self._events.tell(Left(step, host_stamp(), guest.worker))
+            self.events.tell(Left(step, host_stamp(), guest.worker))
             _log.info("worker %d has left", guest.worker)
         else:
             why = "what it had not pushed goes to others"
-            self._events.tell(Lost(step, host_stamp(), guest.worker, why))
+            self.events.tell(Lost(step, host_stamp(), guest.worker, why))
             _log.warning("worker %d is lost; %s", guest.worker, why)
 
     def _answer(self, guest: Guest) -> None:

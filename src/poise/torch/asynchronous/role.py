@@ -93,7 +93,7 @@ def role_of(stated: object) -> Role:
             f'mode="{mode}" and no server: this process trains alone, as in mode="sync"; start '
             "`poise serve` and set POISE_SERVER to its address to train with others",
             PoiseWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return Role("equal")
     return _launched(mode, launch)
@@ -122,7 +122,7 @@ def _launched(mode: Async | Stale, launch: Launch) -> Role:
         f"worker 0 of the launcher is the server, and {launch.workers - 1} workers train; torchrun "
         "ends all of them when one dies: use `poise serve` where workers come and go",
         PoiseWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     host = launch.address.rpartition(":")[0]
     serving = Serving(

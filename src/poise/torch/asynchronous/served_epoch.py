@@ -42,6 +42,7 @@ class ServedEpoch:
             )
         course.open(None if isinstance(self._orders, KeyedOrders) else order)
         while course.goes_on(closed=self._serving.closed):
+            self._desk.events.raise_kept()
             self._show_and_save(_SHOW_S, self._serving.save_every_s)
         self._desk.parameters.follow()
         self._show_and_save(0.0, 0.0)

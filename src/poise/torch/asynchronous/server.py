@@ -22,7 +22,7 @@ from poise.errors import OutOfOrder, PoiseWarning
 from poise.records import Recorder
 from poise.runtime.checks import check_epoch
 from poise.runtime.clocks import host_stamp
-from poise.runtime.events import Events, Prepared, Preparing
+from poise.runtime.events import Closed, Events, Prepared, Preparing
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.admission import Admission
 from poise.torch.asynchronous.course import Course
@@ -159,8 +159,9 @@ class Server:
         """Tell the workers that it is done, and let go of everything."""
         epoch = 0 if self._desk is None else self._desk.course.engine.epoch
         self._admission.end(NoMore(epoch, done=True))
+        self._events.tell(Closed(self.progress.samples, host_stamp()))
 
-    def fail(self, error: BaseException, *, leave: bool = True) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell the workers why the server stops."""
         interrupted = isinstance(error, KeyboardInterrupt)
         why = "it was interrupted" if interrupted else f"{type(error).__name__}: {error}"

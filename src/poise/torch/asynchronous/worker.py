@@ -137,7 +137,7 @@ class JoinedWorker:
             self._exchange.leave()
         self._let_go()
 
-    def fail(self, error: BaseException, *, leave: bool = True) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the connection, from which the server knows that this worker is gone."""
         self._let_go()
 
