@@ -90,7 +90,7 @@ def check_loader(loader: object) -> None:
         raise InvalidSetting(
             f"the loader is a {type(loader).__name__}; pass a torch.utils.data.DataLoader"
         )
-    if type(loader).__iter__ is not DataLoader.__iter__ or not getattr(loader, "in_order", True):
+    if type(loader).__iter__ is not DataLoader.__iter__ or not loader.in_order:
         raise InvalidSetting(
             f"the loader ({type(loader).__name__}) yields batches in a way of its own, which "
             "Poise would not follow; pass a plain DataLoader with in_order=True"

@@ -77,7 +77,7 @@ class StoreRendezvous:
 
     def __init__(self, store: Store) -> None:
         # A connection of its own, since a wait on one keeps other threads from using it.
-        self._store = getattr(store, "clone", lambda: store)()
+        self._store: Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
 
     def set(self, key: str, text: str) -> None:
         """Leave a text."""
