@@ -29,7 +29,6 @@ from poise.torch.torch_private import (
     NormBase,
     changes_in_place,
     copy_all,
-    default_store,
     gloo_pair,
     graphs_compiled,
     has_scheduler,
@@ -245,9 +244,10 @@ def test_tensors_of_several_types_are_copied_at_once() -> None:
 
 def test_a_compiled_module_is_known_as_one() -> None:
     assert not is_compiled_itself(nn.Linear(1, 1))
-    assert is_compiled_itself(torch.compile(nn.Linear(1, 1)))  # type: ignore[arg-type]
+    made: Any = torch.compile(nn.Linear(1, 1), backend="eager")
+    assert is_compiled_itself(made)
     in_place = nn.Linear(1, 1)
-    in_place.compile()
+    in_place.compile(backend="eager")
     assert is_compiled_itself(in_place)
 
 
@@ -352,19 +352,6 @@ def test_a_pair_listens_at_its_address_with_one_thread_and_ends_a_transfer_in_ti
         there.recv([received], 0, 0).wait()
     # Not earlier: a thread names itself when it first runs.
     assert len({name for name in group_threads() - before if "runloop" in name}) == len(ends)
-
-
-def meet_in_the_default_store() -> bytes:
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        default_store().set("met", "at the store")
-    found: bytes = default_store().get("met")
-    dist.destroy_process_group()
-    return found
-
-
-def test_workers_of_the_default_group_share_its_store(workers: Workers) -> None:
-    assert workers.run(meet_in_the_default_store, workers=2) == [b"at the store"] * 2
 
 
 def buffer_after_forward(replaced: bool) -> float:

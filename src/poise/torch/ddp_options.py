@@ -24,11 +24,5 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def no_buffer_broadcast() -> dict[str, bool]:
-    """Turn off DDP's broadcast of worker 0's buffers: it would undo the merged statistics."""
-    newer = "forward_sync_buffers"
-    return {newer if newer in _known() else "broadcast_buffers": False}
-
-
 def _known() -> set[str]:
     return set(inspect.signature(DistributedDataParallel).parameters)

@@ -11,7 +11,6 @@ from poise.environment import Launch, launched_as
 from poise.errors import WorkerLost
 from poise.runtime.generation import Generation
 from poise.torch.gloo import GlooCollectives, StoreRendezvous
-from poise.torch.torch_private import default_store
 
 
 class Groups:
@@ -63,6 +62,13 @@ class Groups:
                     dist.destroy_process_group(group)
         del own
         gc.collect()
+
+
+def default_store() -> Store:
+    """Return the store of the default group, which all workers share."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world.get_group_store()
 
 
 def common_backend(devices: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 from poise.errors import OutOfOrder
 from poise.runtime.session import Session
 from poise.torch.backwards import Tally, count_backwards
-from poise.torch.ddp_options import no_buffer_broadcast
 from poise.torch.gloo import raise_if_disconnected
 from poise.torch.gradient_sum import GradientSum
 from poise.torch.places import Places
@@ -39,7 +38,8 @@ class Link:
     def made(model: nn.Module, session: Session, places: Places, settings: TorchSettings) -> "Link":
         """Wrap a model in DistributedDataParallel, and sum its gradients."""
         # Gradients live in the buckets: this saves the copy back, as much as our weighting costs.
-        options = {"gradient_as_bucket_view": True, **no_buffer_broadcast(), **settings.ddp}
+        # Worker 0's buffers are sent here and not again: that would undo the merged statistics.
+        options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, **settings.ddp}
         group = session.generation.gradients
         ddp = DistributedDataParallel(model, process_group=group, **options)
         return Link.adopted(ddp, session, places, settings)

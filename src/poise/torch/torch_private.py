@@ -1,6 +1,6 @@
 """Every private name of torch that Poise uses; no other file touches one.
 
-Each is here because torch 2.8 has no public way to the same thing, and each has a test that fails
+Each is here because torch 2.13 has no public way to the same thing, and each has a test that fails
 when torch changes it (tests/test_torch_private.py).
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+from torch.distributed import ProcessGroupGloo, Store
 from torch.nn.modules import batchnorm, dropout
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, dataloader
@@ -26,11 +26,6 @@ LoaderIterator = dataloader._BaseDataLoaderIter
 """What iterating over a DataLoader gives, with or without processes that load."""
 BUFFER_BROADCAST = "_sync_buffers"
 """The method in which DistributedDataParallel sends worker 0's buffers, and may wait for others."""
-
-
-def default_store() -> Store:
-    """Return the store of the default group, through which its workers found each other."""
-    return distributed_c10d._get_default_store()
 
 
 def gloo_pair(store: Store, place: int, host: str, timeout: timedelta) -> Any:

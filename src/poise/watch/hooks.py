@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from poise.torch.clocks import DeviceClock
+from poise.torch.groups import default_store
 from poise.torch.torch_private import (
     BUFFER_BROADCAST,
     LoaderIterator,
-    default_store,
     loader_processes,
     queue_callback,
 )
