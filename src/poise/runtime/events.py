@@ -266,7 +266,8 @@ class Events:
         if threading.get_ident() == self._thread:
             for call in calls:
                 call(event)
-            self.raise_kept()
+            if self._failure is not None:
+                self.raise_kept()
             return
         try:
             for call in calls:

@@ -8,6 +8,8 @@ from poise.core.plan import Plan
 from poise.runtime.batches import Place
 from poise.runtime.session import Session
 
+_UNMEASURED = nullcontext()
+
 
 class TrainingPass:
     """The steps of the training, from the first sample that is not consumed."""
@@ -29,8 +31,8 @@ class TrainingPass:
         return self._session.exchange.await_plan(step)
 
     def loading(self) -> AbstractContextManager[None]:
-        """Measure how long it takes."""
-        return self._session.fetching
+        """Measure how long it takes, if anybody wants to know."""
+        return _UNMEASURED if self._session.exchange.silent else self._session.fetching
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Note the batch, and tell the other workers where that is needed."""
@@ -61,7 +63,7 @@ class EvaluationPass:
 
     def loading(self) -> AbstractContextManager[None]:
         """Nothing is measured."""
-        return nullcontext()
+        return _UNMEASURED
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Nothing to note."""

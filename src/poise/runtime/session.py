@@ -159,7 +159,7 @@ class Session:
                 contents,
                 self.fetching.asked_s,
                 self.fetching.fetch_s,
-                self._equipment.compiled(),
+                not self.exchange.silent and self._equipment.compiled(),
                 fresh,
             )
         )
@@ -176,12 +176,13 @@ class Session:
         self.events.tell(Reducing(batch.step, self.stopwatch.stamp()))
         return batch
 
-    def reduced(self, step: int, stamp: Stamp, weights: Sequence[float]) -> None:
-        """The gradient of the batch under way is summed over the workers."""
+    def reduced(self, step: int, stamp: Stamp | None, weights: Sequence[float]) -> None:
+        """The gradient of the batch under way is summed; without a stamp, just now."""
         plan = self.plan
         worth = plan.gain * self.settings.global_batch / plan.global_batch
         self.progress = self.progress.reduced(worth)
-        self.events.tell(Reduced(step, stamp, weights))
+        if self.events.heard(Reduced):
+            self.events.tell(Reduced(step, stamp or self.stopwatch.stamp(), weights))
 
     def applying(self, optimizer: Any) -> None:
         """An optimizer is about to use the gradient."""
@@ -190,8 +191,9 @@ class Session:
     def applied(self, optimizer: Any) -> None:
         """An optimizer has used the gradient; raise if it was not that of the global batch."""
         self.progress = self.progress.applied()
-        if self.events.heard(Applied):
-            self.events.tell(self.stamped(Applied, optimizer))
+        batch = self.progress.batch
+        if batch is not None and self.events.heard(Applied):
+            self.events.tell(Applied(batch.step, self.stopwatch.stamp(), optimizer))
 
     def settle(self) -> None:
         """Find out what became of a gradient that no optimizer has used.

@@ -105,9 +105,7 @@ class GradientSum:
         def finish() -> Tensor:
             self._statistics.write(statistics)
             gradient = summed()
-            self._session.reduced(
-                backward.step, backward.last or self._session.stopwatch.stamp(), backward.weights
-            )
+            self._session.reduced(backward.step, backward.last, backward.weights)
             return gradient
 
         future = backward.when_all_are_summed(finish)
