@@ -146,9 +146,9 @@ class Session:
         """The training loader yields a batch, with these contents on this worker."""
         assert self._equipment is not None
         self.settle()
-        fresh = not self.progress.unapplied
+        exchange, fresh = self.exchange, not self.progress.unapplied
         self.progress = self.progress.hand_out(batch)
-        self.plan = self.exchange.announcements.timetable.at(batch.step)
+        self.plan = exchange.announcements.timetable.at(batch.step)
         self.events.tell(
             HandedOut(
                 batch.step,
@@ -159,12 +159,12 @@ class Session:
                 contents,
                 self.fetching.asked_s,
                 self.fetching.fetch_s,
-                not self.exchange.silent and self._equipment.compiled(),
+                not exchange.silent and self._equipment.compiled(),
                 fresh,
             )
         )
         self.peers.counts.begin(batch, contents)
-        self.exchange.handed_out(batch)
+        exchange.handed_out(batch)
 
     def disturb(self) -> None:
         """Something that is no training step runs between two of them."""

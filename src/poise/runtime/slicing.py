@@ -164,7 +164,7 @@ def _arrays(batch: Any) -> Iterator[Any]:
 
 def _is_array(value: Any) -> bool:
     """Whether a value is a tensor or array, of whichever framework."""
-    return all(hasattr(value, name) for name in ("shape", "dtype", "ndim"))
+    return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "ndim")
 
 
 def _is_plain_sequence(value: Any) -> bool:
