@@ -101,6 +101,7 @@ class Synchronous:
                 "models or optimizers together: prepare([model, other], [opt, other_opt], loader)"
             )
         session, settings = self._session, self._settings
+        session.events.train_here()
         session.events.tell(session.stamped(Preparing))
         handed = handed_in(session, settings, model, optimizer, loader)
         built = self._built = build(session, settings, self._groups, handed, self._most_samples)

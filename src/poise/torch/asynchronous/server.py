@@ -97,6 +97,7 @@ class Server:
         if self._desk is not None:
             raise OutOfOrder("prepare was called before; make one Balancer per training")
         settings, serving, events = self._settings, self._serving, self._events
+        events.train_here()
         events.tell(Preparing(0, host_stamp()))
         given = Given.checked(model, optimizer, loader, settings)
         length = len(given.orders)

@@ -80,6 +80,7 @@ class JoinedWorker:
         """Join the training: the server must have the same model, optimizer and data."""
         if self._exchange is not None:
             raise OutOfOrder("prepare was called before; make one Balancer per training")
+        self._events.train_here()
         self._events.tell(Preparing(0, host_stamp()))
         given = Given.checked(model, optimizer, loader, self._settings)
         self._joining.agree(given.facts, device_kind(given.device))
