@@ -1,8 +1,9 @@
 """How far training is: which samples are consumed, and which batch is under way."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from poise.core.batch import Batch
+from poise.core.revised import revised
 from poise.errors import OutOfOrder
 
 
@@ -30,11 +31,11 @@ class Progress:
 
     def begin_pass(self) -> "Progress":
         """A new pass over the loader starts where consumption stands."""
-        return replace(self, batch=None, unreduced=0)
+        return revised(self, batch=None, unreduced=0)
 
     def hand_out(self, batch: Batch) -> "Progress":
         """The loader yields a batch."""
-        return replace(self, batch=batch, unreduced=self.unreduced + 1)
+        return revised(self, batch=batch, unreduced=self.unreduced + 1)
 
     def batch_to_reduce(self) -> Batch:
         """Return the batch that a backward running now belongs to."""
@@ -59,8 +60,8 @@ class Progress:
         """
         batch = self.batch_to_reduce()
         if batch.step < self.step:
-            return replace(self, unapplied=True)
-        return replace(
+            return revised(self, unapplied=True)
+        return revised(
             self,
             position=batch.stop,
             step=batch.step + 1,
@@ -78,11 +79,11 @@ class Progress:
                 f"{self.batch.step}; compute the loss from a call of the prepared model, "
                 "model(x), and call loss.backward() once for it"
             )
-        return replace(self, unapplied=False)
+        return revised(self, unapplied=False)
 
     def skip(self) -> "Progress":
         """The gradient is thrown away: a GradScaler found it too large, or the user cleared it."""
-        return replace(self, skipped=self.skipped + 1, unapplied=False)
+        return revised(self, skipped=self.skipped + 1, unapplied=False)
 
     def end_pass(self, end: int) -> "Progress":
         """The loader is exhausted; the epoch is over if its samples up to end are consumed."""
@@ -90,4 +91,4 @@ class Progress:
 
     def next_epoch(self) -> "Progress":
         """The next epoch starts at its first sample."""
-        return replace(self, epoch=self.epoch + 1, position=0, batch=None, unreduced=0)
+        return revised(self, epoch=self.epoch + 1, position=0, batch=None, unreduced=0)

@@ -94,13 +94,6 @@ class HandedOut(NamedTuple):
     """Whether the gradient starts from nothing; else that of the batch before is part of it."""
 
 
-class Reducing(NamedTuple):
-    """The gradient of a backward begins to be summed over the workers."""
-
-    step: int
-    stamp: Stamp
-
-
 class PartComputed(NamedTuple):
     """The gradient of a part of the local batch is there, not weighted yet."""
 
@@ -223,7 +216,6 @@ Event = (
     | PassBegan
     | Disturbed
     | HandedOut
-    | Reducing
     | PartComputed
     | BucketReady
     | BucketDone

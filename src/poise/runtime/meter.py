@@ -44,7 +44,7 @@ _KEPT = 16
 """Steps that are kept for their rows to be asked for."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Bucket:
     """One bucket of gradients on its way."""
 
@@ -54,7 +54,7 @@ class Bucket:
     """When its sum was there; None: not yet."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Ending:
     """What the next step's times count from."""
 
@@ -75,7 +75,7 @@ class Ending:
         return asked_s - self.applied.host_s > self.applied.host_s - self.begun_s
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """What was heard of one step."""
 
@@ -199,6 +199,8 @@ class Meter:
             step.end.applied = event.stamp
 
     def _found(self, step: int) -> Step | None:
+        if self._steps and self._steps[-1].number == step:  # unless events come late
+            return self._steps[-1]
         return next((each for each in reversed(self._steps) if each.number == step), None)
 
     def _is_known(self, step: Step) -> bool:

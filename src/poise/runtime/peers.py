@@ -6,7 +6,7 @@ from dataclasses import replace
 from poise.runtime.clocks import Waits
 from poise.runtime.control import Control
 from poise.runtime.counts import CountFunction, Counts
-from poise.runtime.events import Events, HandedOut, Reducing
+from poise.runtime.events import Events, HandedOut
 from poise.runtime.generation import Generation, Member
 from poise.runtime.liveness import Liveness
 from poise.runtime.rendezvous import Rendezvous
@@ -33,7 +33,6 @@ class Peers:
         self.counts: Counts
         self._build(generation)
         events.on(HandedOut, self._handed_out)
-        events.on(Reducing, self._reducing)
 
     def meet(self, generation: Generation) -> None:
         """Go on with those of another generation."""
@@ -63,6 +62,3 @@ class Peers:
 
     def _handed_out(self, event: HandedOut) -> None:
         self.liveness.step = event.step
-
-    def _reducing(self, _: Reducing) -> None:
-        self.liveness.reductions += 1

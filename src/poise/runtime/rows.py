@@ -84,8 +84,13 @@ def no_norms() -> Floats:
 def observation_of(batch: Batch, rows: Floats) -> Observation:
     """Return a step as all workers saw it, from a row of each."""
     times, norms = rows[:, :TIMES], rows[:, TIMES:]
-    wait_s, load_s, input_s, update_s, memory, limit = times[:, _SCALARS].T
-    buckets = int((~np.isnan(times[:, _READY])).any(axis=0).sum()) or 1
+    by_anybody = (~np.isnan(rows)).any(axis=0)
+    measured = [
+        values if known else None
+        for values, known in zip(times[:, _SCALARS].T, by_anybody[_SCALARS], strict=True)
+    ]
+    wait_s, load_s, input_s, update_s, memory_bytes, memory_limit_bytes = measured
+    buckets = int(by_anybody[_READY].sum()) or 1
     seen = Observation(
         step=batch.step,
         split=batch.split,
@@ -93,14 +98,14 @@ def observation_of(batch: Batch, rows: Floats) -> Observation:
         compiling=tuple(np.flatnonzero(times[:, _COMPILING]).tolist()),
         ready_s=times[:, _READY][:, :buckets],
         done_s=times[:, _DONE][:, :buckets],
-        wait_s=_if_any(wait_s),
-        load_s=_if_any(load_s),
-        input_s=_if_any(input_s),
-        update_s=_if_any(update_s),
-        memory_bytes=_if_any(memory),
-        memory_limit_bytes=_if_any(limit),
+        wait_s=wait_s,
+        load_s=load_s,
+        input_s=input_s,
+        update_s=update_s,
+        memory_bytes=memory_bytes,
+        memory_limit_bytes=memory_limit_bytes,
     )
-    return seen if np.isnan(norms).all() else _with_norms(seen, norms)
+    return _with_norms(seen, norms) if by_anybody[TIMES:].any() else seen
 
 
 def unmeasured(batch: Batch) -> Observation:
@@ -117,8 +122,3 @@ def _with_norms(seen: Observation, rows: Floats) -> Observation:
         global_sqnorm=None if np.isnan(whole) else float(whole),
         clipped=None if np.isnan(clipped) else bool(clipped),
     )
-
-
-def _if_any(values: Floats) -> Floats | None:
-    """Return values, or None if nobody measured any."""
-    return None if np.isnan(values).all() else values

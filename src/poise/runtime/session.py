@@ -29,7 +29,6 @@ from poise.runtime.events import (
     HandedOut,
     PassBegan,
     Reduced,
-    Reducing,
     Resumed,
 )
 from poise.runtime.exchange import Exchange
@@ -173,7 +172,7 @@ class Session:
     def reducing(self) -> Batch:
         """A gradient is about to be summed over the workers; return the batch that it is of."""
         batch = self.progress.batch_to_reduce()
-        self.events.tell(Reducing(batch.step, self.stopwatch.stamp()))
+        self.peers.liveness.reductions += 1
         return batch
 
     def reduced(self, step: int, stamp: Stamp | None, weights: Sequence[float]) -> None:

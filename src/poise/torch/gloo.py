@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,34 +39,35 @@ class GlooPending:
 
 
 class GlooCollectives:
-    """The operations of one process group of torch's, for small tensors on the CPU."""
+    """The operations of one process group of torch's, for small tensors on the CPU.
+
+    They are the group's own: the functions of torch.distributed take twice as long.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group: ProcessGroup | None = group
-        self.worker = dist.get_rank(group)
-        self.workers = dist.get_world_size(group)
+        self._group: Any = group
+        self.worker = group.rank()
+        self.workers = group.size()
 
     def sum(self, table: Floats) -> GlooPending:
         """Add up everybody's table, in place."""
         tensor = torch.from_numpy(table)
         with disconnecting():
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return _pending(work, tensor)
+            return GlooPending(self._group.allreduce([tensor]), [tensor])
 
     def broadcast(self, values: Numbers, source: int) -> GlooPending:
         """Replace everybody's values by those of one worker."""
         tensor = torch.from_numpy(values)
         with disconnecting():
-            work = dist.broadcast(tensor, group_src=source, group=self._group, async_op=True)
-        return _pending(work, tensor)
+            return GlooPending(self._group.broadcast(tensor, root=source), [tensor])
 
     def gather(self, row: Floats, rows: Floats | None) -> GlooPending:
         """Give worker 0 everybody's row."""
         tensor = torch.from_numpy(row)
-        room = None if rows is None else [torch.from_numpy(each) for each in rows]
+        room = [] if rows is None else [torch.from_numpy(each) for each in rows]
         with disconnecting():
-            work = dist.gather(tensor, room, group_dst=0, group=self._group, async_op=True)
-        return _pending(work, tensor, *(room or ()))
+            work = self._group.gather(output_tensors=room, input_tensor=tensor, root=0)
+        return GlooPending(work, [tensor, *room])
 
     def close(self) -> None:
         """Let go of the group, whose connections end with its last reference."""
@@ -137,8 +139,3 @@ def _hosted() -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:
         raise RendezvousLost(str(error)) from error
-
-
-def _pending(work: dist.Work | None, *tensors: Tensor) -> GlooPending:
-    assert work is not None
-    return GlooPending(work, tensors)

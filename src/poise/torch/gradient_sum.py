@@ -84,18 +84,18 @@ class GradientSum:
 
     def hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """Weight one bucket by this batch's own counts, and sum it over the workers."""
-        events, first = self._session.events, bucket.index() == 0
-        watched = events.heard(BucketReady)
-        ready = self._session.stopwatch.stamp() if watched else None
+        session, first = self._session, bucket.index() == 0
+        ready = session.stopwatch.stamp() if session.events.heard(BucketReady) else None
         if first:
             self._backward = self._begin(bucket.buffer().device)
-        backward, number = self._backward, next(_numbers)
-        if ready is not None:
-            events.tell(BucketReady(backward.step, ready, number, bucket, first))
-        summed = self._launch_bucket(bucket)
-        if watched:
+        backward = self._backward
+        if ready is None:
+            summed = self._launch_bucket(bucket)
+        else:
+            number = next(_numbers)
+            session.events.tell(BucketReady(backward.step, ready, number, bucket, first))
+            summed = partial(self._told, backward, number, self._launch_bucket(bucket))
             backward.sums[-1].add_done_callback(partial(backward.arrive, number))
-            summed = partial(self._told, backward, number, summed)
         if not bucket.is_last():
             return backward.when_all_are_summed(summed)
         statistics = self._statistics.read()
@@ -105,7 +105,7 @@ class GradientSum:
         def finish() -> Tensor:
             self._statistics.write(statistics)
             gradient = summed()
-            self._session.reduced(backward.step, backward.last, backward.weights)
+            session.reduced(backward.step, backward.last, backward.weights)
             return gradient
 
         future = backward.when_all_are_summed(finish)
@@ -121,16 +121,13 @@ class GradientSum:
 
     def _begin(self, device: torch.device) -> "_Backward":
         """Find the batch that this backward belongs to."""
-        batch = self._session.reducing()
+        session = self._session
+        batch = session.reducing()
         self._tally.reduced += 1
         self._places.compare_once(batch, device)
-        return _Backward(
-            batch.step,
-            self._session.peers.counts.weights(),
-            self._session.generation.worker,
-            self._session.stopwatch,
-            on_cpu=device.type == "cpu",
-        )
+        weights = session.peers.counts.weights()
+        worker, on_cpu = session.generation.worker, device.type == "cpu"
+        return _Backward(batch.step, weights, worker, session.stopwatch, on_cpu)
 
     def _told(self, backward: "_Backward", number: int, summed: Callable[[], Tensor]) -> Tensor:
         """Return the sum of a bucket, and tell of it."""
@@ -179,7 +176,7 @@ class GradientSum:
     def _launch(self, part: Tensor) -> None:
         """Weight in place and start the sum."""
         backward = self._backward
-        _scale(part, backward.weight)
+        _scale(part, backward.weights[backward.worker])
         try:
             # The group's own call: torch.distributed.all_reduce takes half as much time again.
             work = self._session.generation.gradients.allreduce([part])
@@ -208,7 +205,7 @@ class GradientSum:
         return self._session.peers.liveness.lost(backward.doing, disconnection(error))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Backward:
     """One backward under way."""
 
@@ -226,11 +223,6 @@ class _Backward:
     """The last of these moments."""
     outcome: Future[Exception | None] = field(default_factory=Future)
     """Set when all sums are done: to nothing, or to what went wrong."""
-
-    @property
-    def weight(self) -> float:
-        """This worker's factor in the gradient."""
-        return self.weights[self.worker]
 
     @property
     def doing(self) -> str:

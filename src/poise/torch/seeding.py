@@ -25,13 +25,13 @@ class Generator(Protocol):
     """A global source of random numbers."""
 
     def set_aside(self) -> Any:
-        """Return its state, and leave it at a mark from which any use shows."""
+        """Return its state; from now on any use shows."""
 
     def seed(self, seed: int) -> None:
         """Start anew from a 64-bit seed."""
 
-    def moved(self) -> bool:
-        """Whether it was used since the mark."""
+    def moved(self, state: Any) -> bool:
+        """Whether it was used since it was set aside in this state."""
 
     def put_back(self, state: Any) -> None:
         """Go on from a state."""
@@ -60,10 +60,13 @@ class SeededDataset(Dataset[Any]):
             fetched: Sequence[Any] = self._dataset.__getitems__(wanted.samples)
             return fetched
         while True:
-            untouched = [each for each in GENERATORS if each not in self._used]
-            with _all_set_aside():
+            with _all_set_aside() as states:
                 samples = self._fetch_seeded(wanted) if self._used else self._fetch(wanted)
-                newly_used = [each for each in untouched if each.moved()]
+                newly_used = [
+                    each
+                    for each, state in zip(GENERATORS, states, strict=True)
+                    if each not in self._used and each.moved(state)
+                ]
             if not newly_used:
                 return samples
             self._used.extend(newly_used)
@@ -107,18 +110,14 @@ def seeded(seed: int) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Torch:
     def set_aside(self) -> Any:
-        state = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(_MARK)
-        return state
+        return torch.default_generator.get_state()
 
     def seed(self, seed: int) -> None:
         # torch.manual_seed would look for accelerators, at a hundred times the cost.
         torch.default_generator.manual_seed(seed)
 
-    def moved(self) -> bool:
-        found = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(_MARK)
-        return not torch.equal(found, torch.default_generator.get_state())
+    def moved(self, state: Any) -> bool:
+        return not torch.equal(state, torch.default_generator.get_state())
 
     def put_back(self, state: Any) -> None:
         torch.default_generator.set_state(state)
@@ -126,6 +125,8 @@ class _Torch:
 
 @dataclass(frozen=True)
 class _Python:
+    """Left at a mark: to compare two copies of its state takes twice as long."""
+
     _expected: ClassVar[int] = random.Random(_MARK).getrandbits(64)
 
     def set_aside(self) -> Any:
@@ -136,7 +137,7 @@ class _Python:
     def seed(self, seed: int) -> None:
         random.seed(seed)
 
-    def moved(self) -> bool:
+    def moved(self, state: Any) -> bool:
         return random.getrandbits(64) != self._expected
 
     def put_back(self, state: Any) -> None:
@@ -145,35 +146,45 @@ class _Python:
 
 @dataclass(frozen=True)
 class _NumPy:
-    """Swaps the bit generator under numpy.random: copying its state takes 50 microseconds."""
+    """Swaps the bit generator under numpy.random: copying its state takes 50 microseconds.
 
-    _ours: ClassVar[Any] = np.random.MT19937(0)
-    _expected: ClassVar[int] = np.random.RandomState(_MARK).randint(2**31)
+    As long as nobody uses ours, it draws the same numbers as its twin.
+    """
+
+    _ours: ClassVar[Any] = np.random.MT19937(_MARK)
+    _twin: ClassVar[Any] = np.random.MT19937(_MARK)
 
     def set_aside(self) -> Any:
         users = np.random.get_bit_generator()  # type: ignore[attr-defined]
         np.random.set_bit_generator(self._ours)  # type: ignore[attr-defined]
-        np.random.seed(_MARK)
+        self._differs()  # it was seeded, if it does
         return users
 
     def seed(self, seed: int) -> None:
         np.random.seed(seed % 2**32)
 
-    def moved(self) -> bool:
-        return bool(np.random.randint(2**31) != self._expected)
+    def moved(self, state: Any) -> bool:
+        return self._differs()
 
     def put_back(self, state: Any) -> None:
         np.random.set_bit_generator(state)  # type: ignore[attr-defined]
+
+    def _differs(self) -> bool:
+        """Whether ours draws another number than its twin, whose state it has afterwards."""
+        differs = bool(self._ours.random_raw() != self._twin.random_raw())
+        if differs:
+            self._ours.state = self._twin.state
+        return differs
 
 
 GENERATORS: tuple[Generator, ...] = (_Torch(), _Python(), _NumPy())
 
 
 @contextmanager
-def _all_set_aside() -> Iterator[None]:
+def _all_set_aside() -> Iterator[list[Any]]:
     states = [generator.set_aside() for generator in GENERATORS]
     try:
-        yield
+        yield states
     finally:
         for generator, state in zip(GENERATORS, states, strict=True):
             generator.put_back(state)
