@@ -164,7 +164,7 @@ def _around(batch: float, limits: Limits) -> list[int]:
     return [base + unit * (center + offset) for offset in range(-around, around + 1)]
 
 
-def _jumps(model: SpeedModel, below_s: float, above_s: float) -> list[float]:
+def _jumps(model: SpeedModel, below_s: float, above_s: float) -> Floats:
     """Return the step times at which a worker has filled its passes; evenly thinned if many."""
     times: list[Floats] = []
     for worker in np.flatnonzero(np.isfinite(model.micro_batch)):
@@ -176,8 +176,7 @@ def _jumps(model: SpeedModel, below_s: float, above_s: float) -> list[float]:
     found = found[(found > below_s) & (found < above_s)]
     if len(found) > _MOST_LEVELS:
         found = found[np.linspace(0, len(found) - 1, _MOST_LEVELS).astype(int)]
-    levels: list[float] = found.tolist()
-    return levels
+    return found
 
 
 def _peak(model: SpeedModel, limits: Limits, noise_scale: float, bottom: float, top: float) -> int:

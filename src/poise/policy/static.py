@@ -1,5 +1,6 @@
 """Policy "static": shares in proportion to a declared resource."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class Static(Stated):
 
     def __init__(self, resources: Sequence[float], *, bounds: Bounds = NO_BOUNDS) -> None:
         found = tuple(resources)
-        if not found or not all(_is_resource(amount) for amount in found):
+        if not found or not all(is_number(each) and 0 < each < math.inf for each in found):
             raise InvalidSetting(
                 f"Static has resources {list(found)}; give one number above 0 per worker, "
                 "such as its cores"
@@ -52,7 +53,3 @@ class Static(Stated):
             )
         split = self.bounds.proportional(self.resources, change.global_batch)
         return Decision(split, "shares by declared resource")
-
-
-def _is_resource(amount: object) -> bool:
-    return is_number(amount) and 0 < amount < float("inf")
