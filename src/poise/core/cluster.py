@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from poise.core.limits import UNLIMITED, Limits
-from poise.core.memory import MARGIN, samples_within
+from poise.core.memory import MARGIN
 from poise.core.timing import SpeedModel
 from poise.errors import InfeasibleSplit, InvalidSetting
 from poise.numbers import is_number, is_whole
@@ -53,9 +53,8 @@ class Worker:
     """What each sample of a batch that is computed at once takes."""
 
     def __post_init__(self) -> None:
-        both = self.forward_s is not None and self.backward_s is not None
-        either = self.forward_s is not None or self.backward_s is not None
-        if not (both if self.ready_s is None else not either):
+        given = [line is not None for line in (self.forward_s, self.backward_s, self.ready_s)]
+        if given not in ([True, True, False], [False, False, True]):
             raise InvalidSetting(
                 f"{self._who} needs forward_s and backward_s, or ready_s alone; give one of the two"
             )
@@ -79,12 +78,8 @@ class Worker:
         """Samples that can be computed at once: (memory (1 - margin) - fixed) / per sample."""
         if self.memory_bytes is None or not self.bytes_per_sample:
             return math.inf
-        found = samples_within(
-            np.array([self.memory_bytes * (1 - MARGIN)]),
-            np.array([self.fixed_bytes]),
-            np.array([self.bytes_per_sample]),
-        )
-        return max(0.0, float(np.floor(found[0])))
+        room = self.memory_bytes * (1 - MARGIN) - self.fixed_bytes
+        return max(0.0, float(np.floor(room / self.bytes_per_sample)))
 
     @property
     def most_at_once(self) -> float:

@@ -11,12 +11,13 @@ a heuristic.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from poise.core.cluster import Network, Worker, limits_of, speed_model
 from poise.core.limits import Limits
-from poise.core.split import optimal_split, water_level
+from poise.core.split import capacity_within, optimal_split, water_level
 from poise.core.timing import Floats, SpeedModel
 from poise.errors import InfeasibleSplit, InvalidSetting
 
@@ -136,9 +137,8 @@ def _feasible(limits: Limits, allowed: tuple[int, int]) -> tuple[int, int]:
 def _segments(model: SpeedModel, limits: Limits, low: int, high: int) -> list[tuple[float, float]]:
     """Return ranges of the global batch in which no worker begins another pass."""
     below, above = (water_level(model, batch, limits) for batch in (low, high))
-    sizes = [float(low), *sorted(_batch_at(model, limits, t) for t in _jumps(model, below, above))]
-    ends = [*sizes[1:], float(high)]
-    return list(zip(sizes, ends, strict=True))
+    sizes = sorted(capacity_within(model, each, limits) for each in _jumps(model, below, above))
+    return list(pairwise([float(low), *sizes, float(high)]))
 
 
 def _promising(
@@ -164,7 +164,7 @@ def _around(batch: float, limits: Limits) -> list[int]:
     return [base + unit * (center + offset) for offset in range(-around, around + 1)]
 
 
-def _jumps(model: SpeedModel, below_s: float, above_s: float) -> list[float]:
+def _jumps(model: SpeedModel, below_s: float, above_s: float) -> Floats:
     """Return the step times at which a worker has filled its passes; evenly thinned if many."""
     times: list[Floats] = []
     for worker in np.flatnonzero(np.isfinite(model.micro_batch)):
@@ -176,13 +176,7 @@ def _jumps(model: SpeedModel, below_s: float, above_s: float) -> list[float]:
     found = found[(found > below_s) & (found < above_s)]
     if len(found) > _MOST_LEVELS:
         found = found[np.linspace(0, len(found) - 1, _MOST_LEVELS).astype(int)]
-    levels: list[float] = found.tolist()
-    return levels
-
-
-def _batch_at(model: SpeedModel, limits: Limits, step_s: float) -> float:
-    room, _ = model.capacity(step_s)
-    return float(np.clip(room, limits.low, limits.high).sum())
+    return found
 
 
 def _peak(model: SpeedModel, limits: Limits, noise_scale: float, bottom: float, top: float) -> int:

@@ -1,8 +1,9 @@
 """Which worker of before each worker is, or is like, after some came, left or started anew."""
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,14 @@ def origins(before: Sequence[Identity], now: Sequence[Identity]) -> tuple[int | 
     named = {worker.name: place for place, worker in enumerate(before) if worker.name is not None}
     known = [named.pop(worker.name, None) for worker in now]
     taken = set(known)
-    first: dict[Hashable, int] = {}
-    free: dict[Hashable, deque[int]] = {}
+    alike = defaultdict[Hashable, list[int]](list)
     for place, worker in enumerate(before):
-        first.setdefault(worker.kind, place)
-        if place not in taken:
-            free.setdefault(worker.kind, deque()).append(place)
+        alike[worker.kind].append(place)
+    left = {
+        kind: chain((place for place in places if place not in taken), repeat(places[0]))
+        for kind, places in alike.items()
+    }
     return tuple(
-        place if place is not None else _of_kind(worker.kind, free, first)
+        next(left.get(worker.kind, repeat(None))) if place is None else place
         for place, worker in zip(known, now, strict=True)
     )
-
-
-def _of_kind(
-    kind: Hashable, free: dict[Hashable, deque[int]], first: dict[Hashable, int]
-) -> int | None:
-    left = free.get(kind)
-    return left.popleft() if left else first.get(kind)

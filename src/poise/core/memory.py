@@ -156,7 +156,7 @@ class MemoryLine:
         near = np.where(
             self.mean_batch > 0, _quotient(room * self.mean_batch, self.mean_peak), empty
         )
-        full = samples_within(room, fixed, rise)
+        full = _quotient(room - fixed, rise)
         most = np.maximum(np.minimum(full, np.maximum(near, self.safe_growth)), 0.0)
         known = np.floor(most * (1 + 1e-9))
         return np.minimum(np.where(limited, known, np.inf), self.ceiling)
@@ -178,11 +178,6 @@ class MemoryLine:
                 "give one number per worker, NaN where not known"
             )
         return found
-
-
-def samples_within(room_bytes: Floats, fixed_bytes: Floats, bytes_per_sample: Floats) -> Floats:
-    """Return how many samples fit, (room - m0) / m1; infinity where m1 is 0 or not known."""
-    return _quotient(room_bytes - fixed_bytes, bytes_per_sample)
 
 
 def _quotient(numerator: Floats, denominator: Floats) -> Floats:

@@ -245,9 +245,7 @@ class NoiseTrack:
                 f"memory_samples={self.memory_samples} is not above 0 and finite; "
                 "give the samples of some hundred steps"
             )
-        averages = (self.weight, self.weight_sq, self.trace, self.grad_sq)
-        spreads = (self.trace_var, self.grad_sq_var, self.covariance)
-        if self.estimates < 0 or not all(map(math.isfinite, (*averages, *spreads))):
+        if self.estimates < 0 or not all(map(math.isfinite, vars(self).values())):
             raise InvalidSetting("a noise track has numbers that are not finite; start a new one")
 
     def update(self, estimate: NoiseEstimate) -> "NoiseTrack":

@@ -77,8 +77,9 @@ class Observation:
 
     def check(self) -> None:
         """Raise unless every number can be what it says it is."""
-        for name, dimensions in _SHAPES.items():
+        for name in (*_TABLES, *_ROWS):
             values = getattr(self, name)
+            dimensions = 2 if name in _TABLES else 1
             if values is None:
                 continue
             if not isinstance(values, np.ndarray) or values.ndim != dimensions or not values.size:
@@ -91,7 +92,7 @@ class Observation:
                     f"step {self.step} has {name} of {len(values)} workers and a split over "
                     f"{len(self.split)}; report one row per worker, NaN where nothing is known"
                 )
-            if values.size and values.min() >= 0 and values.max() < np.inf:
+            if values.min() >= 0 and values.max() < np.inf:
                 continue  # quick for 10,000 workers; NaN is neither
             wrong = np.argwhere((values < 0) | np.isinf(values))
             if wrong.size:
@@ -108,18 +109,10 @@ class Observation:
             )
 
 
-_SHAPES = {
-    "ready_s": 2,
-    "done_s": 2,
-    "wait_s": 1,
-    "load_s": 1,
-    "input_s": 1,
-    "update_s": 1,
-    "memory_bytes": 1,
-    "memory_limit_bytes": 1,
-    "group_sums": 2,
-}
-"""How many dimensions each measurement has."""
+_TABLES = ("ready_s", "done_s", "group_sums")
+"""The measurements with several numbers per worker,"""
+_ROWS = ("wait_s", "load_s", "input_s", "update_s", "memory_bytes", "memory_limit_bytes")
+"""and those with one."""
 
 
 @dataclass(frozen=True)

@@ -84,20 +84,16 @@ def _array_to_plain(values: np.ndarray[Any, Any]) -> Any:
 def _read(kind: Any, data: Any) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        found = _read_one_of(inner, data)
-    elif origin is np.ndarray:
+        return _read_one_of(inner, data)
+    if origin is np.ndarray:
         dtype = get_args(inner[1])[0]
-        found = np.array(_no_words(data) if dtype is np.float64 else data, dtype=dtype)
-    elif origin is tuple:
+        return np.array(_no_words(data) if dtype is np.float64 else data, dtype=dtype)
+    if origin is tuple:
         each = inner[:1] * len(data) if inner[1:] == (Ellipsis,) else inner
-        found = tuple(_read(one, value) for one, value in zip(each, data, strict=True))
-    elif origin is not None and issubclass(origin, Mapping):
-        found = {inner[0](key): _read(inner[1], value) for key, value in data.items()}
-    elif is_dataclass(kind):
-        found = _read_dataclass(kind, data)
-    else:
-        found = _read_single(kind, data)
-    return found
+        return tuple(_read(one, value) for one, value in zip(each, data, strict=True))
+    if origin is not None and issubclass(origin, Mapping):
+        return {inner[0](key): _read(inner[1], value) for key, value in data.items()}
+    return _read_dataclass(kind, data) if is_dataclass(kind) else _read_single(kind, data)
 
 
 def _read_single(kind: Any, data: Any) -> Any:

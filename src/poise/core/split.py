@@ -132,10 +132,8 @@ def optimal_split(
     start_s = near_s or _guess(times, global_batch, floor_s)
     poured_s, room = _pour(times, global_batch, limits, start_s)
     taken = _whole(room, limits)
-    if limits.unit is not None:
-        taken = _top_up(times, taken, global_batch, limits)
-    else:
-        taken = _top_up_mixed(times, taken, global_batch, limits)
+    top_up = _top_up if limits.unit is not None else _top_up_mixed
+    taken = top_up(times, taken, global_batch, limits)
     step_s = float(times.local_s(taken).max())
     level_s = min(max(poured_s, float(floor_s.max())), step_s)
     return Optimum(tuple(taken.tolist()), step_s, level_s, min(poured_s, level_s))

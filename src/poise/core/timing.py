@@ -312,10 +312,6 @@ class Curves:
         every = np.arange(self.workers) if workers is None else workers
         return self.function(every, np.asarray(batches, dtype=np.float64))
 
-    def step_s(self, split: ArrayLike) -> float:
-        """Return the step time of a split."""
-        return float(self.local_s(split).max())
-
     def near_s(self, global_batch: float) -> float:
         """Return the mean time of an even split."""
         return float(self.local_s(np.full(self.workers, global_batch / self.workers)).mean())

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from poise.core.observation import Change, Event
+from poise.core.observation import Change
 from poise.core.split import Split, check_split
 from poise.errors import InvalidSetting
 from poise.numbers import is_whole
-from poise.policy.base import Decision, Schedule
+from poise.policy.base import Schedule, Stated
 
 
 @dataclass(frozen=True, init=False)
-class Fixed:
+class Fixed(Stated):
     """Splits stated by the user: one for all steps, or several by the step they start at.
 
     >>> Fixed([5, 2, 9]).init(workers=3, global_batch=16)[0]
@@ -22,8 +22,6 @@ class Fixed:
 
     splits: tuple[tuple[int, Split], ...]
     """(start step, split), in the order of steps."""
-    online = False
-    state_type = type(None)
 
     def __init__(self, splits: Sequence[int] | Mapping[int, Sequence[int]]) -> None:
         by_step = splits if isinstance(splits, Mapping) else {0: splits}
@@ -43,19 +41,15 @@ class Fixed:
             step: check_split(split, workers, global_batch) for step, split in self.splits
         }, None
 
-    def update(self, state: None, events: Sequence[Event]) -> tuple[Decision | None, None]:
-        """Nothing observed changes them; another cluster or global batch needs other splits."""
+    def changed(self, change: Change) -> None:
+        """Another cluster or global batch needs other splits."""
         workers, global_batch = len(self.splits[0][1]), sum(self.splits[0][1])
-        for event in events:
-            if not isinstance(event, Change):
-                continue
-            if (len(event.origin), event.global_batch) != (workers, global_batch):
-                raise InvalidSetting(
-                    f"Fixed has splits over {workers} workers of "
-                    f"{global_batch} samples, and now there are {len(event.origin)} "
-                    f"workers and {event.global_batch} samples; use a policy that can follow"
-                )
-        return None, None
+        if (len(change.origin), change.global_batch) != (workers, global_batch):
+            raise InvalidSetting(
+                f"Fixed has splits over {workers} workers of "
+                f"{global_batch} samples, and now there are {len(change.origin)} "
+                f"workers and {change.global_batch} samples; use a policy that can follow"
+            )
 
 
 def _check_entry(step: object, split: object) -> None:

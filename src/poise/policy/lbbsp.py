@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from poise.core.observation import Change, Event
-from poise.core.split import Split
 from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
 from poise.policy.window import Window, resized
@@ -47,14 +46,12 @@ class LbBsp:
             else:
                 state = state.add(event, "lbbsp", self.weight)
         if decision is None and state.length >= 1:
-            split = self._moved(state)
-            if split != state.split:
-                slow, fast = int(state.times_s.argmax()), int(state.times_s.argmin())
-                why = f"worker {slow} is slowest, worker {fast} fastest"
-                return Decision(split, why), Window.begin(split, state.throughput())
+            decision = self._moved(state)
+            if decision is not None:
+                state = Window.begin(decision.split, state.throughput())
         return decision, state
 
-    def _moved(self, state: Window) -> Split:
+    def _moved(self, state: Window) -> Decision | None:
         limits = self.bounds.limits(len(state.split))
         split, times_s = np.array(state.split), state.times_s
         slow, fast = int(times_s.argmax()), int(times_s.argmin())
@@ -65,7 +62,8 @@ class LbBsp:
         per_sample = times_s / np.maximum(split, 1)
         gap = times_s[slow] - times_s[fast]
         if count <= 0 or gap <= count * (per_sample[slow] + per_sample[fast]) / 2:
-            return state.split  # moving would only turn the two around
+            return None  # moving would only turn the two around
         split[slow] -= count
         split[fast] += count
-        return tuple(split.tolist())
+        why = f"worker {slow} is slowest, worker {fast} fastest"
+        return Decision(tuple(split.tolist()), why)

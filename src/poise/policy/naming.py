@@ -15,7 +15,7 @@ from poise.policy.optperf import OptPerf
 from poise.policy.proportional import Proportional
 from poise.policy.static import Static
 
-KINDS: dict[str, type[Any]] = {
+KINDS: dict[str, type[Policy]] = {
     "auto": Auto,
     "even": Even,
     "fixed": Fixed,
@@ -49,8 +49,7 @@ def policy_named(name: str) -> Policy:
             f"policy={name!r} is unknown; {hint} {sorted(KINDS.keys() - _WITH_NUMBERS)}, "
             "Fixed([...]), Static([...]), or a policy object"
         )
-    policy: Policy = KINDS[name]()
-    return policy
+    return KINDS[name]()
 
 
 def named(policy: Policy) -> PolicyName | None:
@@ -71,5 +70,4 @@ def policy_of(name: PolicyName) -> Policy:
         raise InvalidSetting(
             f"the policy {name.name!r} is unknown to this version; there are {sorted(KINDS)}"
         )
-    policy: Policy = from_plain(KINDS[name.name], name.settings)
-    return policy
+    return from_plain(KINDS[name.name], name.settings)

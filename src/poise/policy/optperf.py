@@ -62,7 +62,7 @@ class OptPerf:
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, OptPerfState]:
         """Start evenly, as far as the bounds allow."""
         split = self.bounds.even(workers, global_batch)
-        return {0: split}, _begin(split, 0)
+        return {0: split}, _begin(split, np.ones(workers), epoch=0)
 
     def update(
         self, state: OptPerfState, events: Sequence[Event]
@@ -83,7 +83,9 @@ class OptPerf:
         """Return the two-line model with the bounds; None in the first two epochs."""
         if len(state.batches) < _EPOCHS:
             return None
-        model = _two_lines(state)
+        first, last = _line(state.batches, state.first_s), _line(state.batches, state.last_s)
+        fixed_s, per_sample_s = np.stack([first, last], axis=-1)
+        model = SpeedModel.of(fixed_s, per_sample_s, state.reduction_s or (0.0, 0.0))
         return Forecast(model, self.bounds.limits(model.workers), model.step_s(state.split))
 
     def _changed(self, state: OptPerfState, change: Change) -> tuple[Decision, OptPerfState]:
@@ -91,47 +93,39 @@ class OptPerf:
         known = self.forecast(state)
         if known is not None and change.origin == tuple(range(len(state.split))):
             best = optimal_split(known.model, change.global_batch, known.limits)
-            forecast = Forecast(known.model, known.limits, best.poured_s)
+            forecast = replace(known, poured_s=best.poured_s)
             decision = Decision(best.split, "another global batch", forecast)
             return decision, _forgotten(replace(state, split=best.split))
         speeds = resized(state.speeds, change)
         split = self.bounds.proportional(speeds, change.global_batch)
         decision = Decision(split, "another cluster: the model is learned anew")
-        return decision, replace(_begin(split, state.epoch), speeds=speeds)
+        return decision, _begin(split, speeds, state.epoch)
 
     def _next_epoch(self, state: OptPerfState, epoch: int) -> tuple[Decision | None, OptPerfState]:
         if state.count == 0:
             return None, replace(state, epoch=epoch)
         state = _closed(state, epoch, self.remembered)
-        total = sum(state.split)
-        if len(state.batches) == 1:
+        total, known = sum(state.split), self.forecast(state)
+        if known is None:
             split = self.bounds.proportional(state.speeds, total)
             decision = Decision(split, "the second epoch goes by inverse speed")
         else:
-            model = _two_lines(state)
-            limits = self.bounds.limits(model.workers)
-            best = optimal_split(model, total, limits)
+            best = optimal_split(known.model, total, known.limits)
             why = f"{best.step_s * 1e3:.1f} ms a step expected from a two-line model"
-            decision = Decision(best.split, why, Forecast(model, limits, best.poured_s))
+            decision = Decision(best.split, why, replace(known, poured_s=best.poured_s))
         if decision.split == state.split:
             return None, _forgotten(state)
         return decision, _forgotten(replace(state, split=decision.split))
 
 
-def _begin(split: Split, epoch: int) -> OptPerfState:
-    workers = len(split)
-    none = np.zeros((0, workers))
-    return OptPerfState(
-        split,
-        np.ones(workers),
-        epoch,
-        0.0,
-        np.zeros((workers, 2)),
-        np.zeros((workers, 4)),
-        none,
-        none,
-        none,
-    )
+def _begin(split: Split, speeds: Floats, epoch: int) -> OptPerfState:
+    none = np.zeros((0, len(split)))
+    return OptPerfState(split, speeds, epoch, *_no_sums(split), none, none, none)
+
+
+def _no_sums(split: Split) -> tuple[float, Floats, Floats]:
+    """Return count, ready and reduction of an epoch before its first step."""
+    return 0.0, np.zeros((len(split), 2)), np.zeros((len(split), 4))
 
 
 def _added(state: OptPerfState, observation: Observation) -> OptPerfState:
@@ -153,9 +147,13 @@ def _added(state: OptPerfState, observation: Observation) -> OptPerfState:
 def _closed(state: OptPerfState, epoch: int, remembered: int) -> OptPerfState:
     """Put the epoch's means with those before."""
     means = state.ready / state.count
+    overlapping, over_sq, final, final_sq = (state.reduction / state.count).T
     return replace(
         state,
-        reduction_s=_reduction_times(state),
+        reduction_s=(
+            inverse_variance_mean(overlapping, over_sq - overlapping**2),
+            inverse_variance_mean(final, final_sq - final**2),
+        ),
         epoch=epoch,
         speeds=np.maximum(state.split, 1) / np.maximum(means[:, 1], 1e-9),
         batches=_with(state.batches, np.array(state.split, dtype=float), remembered),
@@ -171,19 +169,8 @@ def _with(rows: Floats, row: Floats, remembered: int) -> Floats:
 
 def _forgotten(state: OptPerfState) -> OptPerfState:
     """Begin the sums of another epoch."""
-    workers = len(state.split)
-    return replace(state, count=0.0, ready=np.zeros((workers, 2)), reduction=np.zeros((workers, 4)))
-
-
-def _two_lines(state: OptPerfState) -> SpeedModel:
-    first = _line(state.batches, state.first_s)
-    last = _line(state.batches, state.last_s)
-    overlapping, final = state.reduction_s or (0.0, 0.0)
-    return SpeedModel.of(
-        np.stack([first[0], last[0]], axis=1),
-        np.stack([first[1], last[1]], axis=1),
-        [overlapping, final],
-    )
+    count, ready, reduction = _no_sums(state.split)
+    return replace(state, count=count, ready=ready, reduction=reduction)
 
 
 def _line(batches: Floats, seconds: Floats) -> tuple[Floats, Floats]:
@@ -195,17 +182,6 @@ def _line(batches: Floats, seconds: Floats) -> tuple[Floats, Floats]:
     slope = np.divide(together, spread, out=through_origin.copy(), where=spread > 0)
     slope = np.where(slope > 0, slope, through_origin)
     return np.maximum(mean_s - slope * mean_b, 0.0), slope
-
-
-def _reduction_times(state: OptPerfState) -> tuple[float, float]:
-    """Return T_o and T_u, each worker's mean weighted by its inverse variance."""
-    if state.count == 0 or not state.reduction.any():
-        return 0.0, 0.0
-    overlapping, over_sq, final, final_sq = (state.reduction / state.count).T
-    return (
-        inverse_variance_mean(overlapping, over_sq - overlapping**2),
-        inverse_variance_mean(final, final_sq - final**2),
-    )
 
 
 def inverse_variance_mean(means: Floats, variances: Floats) -> float:

@@ -54,7 +54,7 @@ class Proportional:
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, ProportionalState]:
         """Start evenly, as far as the bounds allow."""
         split = self.bounds.even(workers, global_batch)
-        return {0: split}, _begin(split, np.full(workers, np.inf))
+        return {0: split}, _begin(split)
 
     def update(
         self, state: ProportionalState, events: Sequence[Event]
@@ -66,7 +66,7 @@ class Proportional:
                 speeds = resized(state.window.throughput(), event)
                 split = self.bounds.proportional(speeds, event.global_batch)
                 decision = Decision(split, "shares by throughput")
-                state = _begin(split, speeds=speeds)
+                state = _begin(split, speeds)
             else:
                 window = state.window.add(event, "proportional", self.weight)
                 state = replace(state, window=window)
@@ -85,18 +85,13 @@ class Proportional:
             return None, replace(state, most=most)
         slowest = int(mean_s.argmax())
         why = f"worker {slowest} takes {mean_s[slowest] / mean_s.mean():.2f} times the mean"
-        return Decision(new, why), replace(
-            _begin(new, most, speeds), previous=state.window.split, speeds=speeds
-        )
+        window = Window.begin(new, speeds)
+        return Decision(new, why), ProportionalState(window, most, state.window.split, speeds)
 
 
-def _begin(
-    split: Split, most: Floats | None = None, speeds: Floats | None = None
-) -> ProportionalState:
-    unlimited = np.full(len(split), np.inf)
-    return ProportionalState(
-        Window.begin(split, speeds), unlimited if most is None else most, (), np.zeros(len(split))
-    )
+def _begin(split: Split, speeds: Floats | None = None) -> ProportionalState:
+    unlimited, unknown = np.full(len(split), np.inf), np.zeros(len(split))
+    return ProportionalState(Window.begin(split, speeds), unlimited, (), unknown)
 
 
 def _learned_most(state: ProportionalState) -> Floats:

@@ -1,17 +1,18 @@
 """Policy "static": shares in proportion to a declared resource."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poise.core.observation import Change, Event
+from poise.core.observation import Change
 from poise.errors import InvalidSetting
 from poise.numbers import is_number
-from poise.policy.base import Decision, Schedule
+from poise.policy.base import Decision, Schedule, Stated
 from poise.policy.bounds import NO_BOUNDS, Bounds
 
 
 @dataclass(frozen=True, init=False)
-class Static:
+class Static(Stated):
     """Shares in proportion to a resource of each worker: b_k = B X_k / sum X.
 
     The resource X is what makes a worker fast: cores, or half-precision FLOP/s for mixed devices
@@ -23,12 +24,10 @@ class Static:
 
     resources: tuple[float, ...]
     bounds: Bounds
-    online = False
-    state_type = type(None)
 
     def __init__(self, resources: Sequence[float], *, bounds: Bounds = NO_BOUNDS) -> None:
         found = tuple(resources)
-        if not found or not all(_is_resource(amount) for amount in found):
+        if not found or not all(is_number(each) and 0 < each < math.inf for each in found):
             raise InvalidSetting(
                 f"Static has resources {list(found)}; give one number above 0 per worker, "
                 "such as its cores"
@@ -45,15 +44,8 @@ class Static:
             )
         return {0: self.bounds.proportional(self.resources, global_batch)}, None
 
-    def update(self, state: None, events: Sequence[Event]) -> tuple[Decision | None, None]:
-        """Only another cluster or global batch changes it."""
-        decision = None
-        for event in events:
-            if isinstance(event, Change):
-                decision = self._changed(event)
-        return decision, None
-
-    def _changed(self, change: Change) -> Decision:
+    def changed(self, change: Change) -> Decision:
+        """Another global batch is shared alike; of other workers the resources are not known."""
         if change.origin != tuple(range(len(self.resources))):
             raise InvalidSetting(
                 f"Static has resources of {len(self.resources)} workers, and others came or "
@@ -61,7 +53,3 @@ class Static:
             )
         split = self.bounds.proportional(self.resources, change.global_batch)
         return Decision(split, "shares by declared resource")
-
-
-def _is_resource(amount: object) -> bool:
-    return is_number(amount) and 0 < amount < float("inf")

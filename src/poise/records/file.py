@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from poise.core.observation import Change, Event
 from poise.core.plain import from_plain, to_plain
@@ -14,6 +14,8 @@ from poise.engine.bsp import Engine
 from poise.engine.round import Round
 from poise.errors import InvalidSetting, StateMismatch
 from poise.records.rows import FORMAT, VERSION, Decided, Header, Record, Row, Served
+
+Line = TypeVar("Line", Header, Row)
 
 
 class Recorder:
@@ -43,33 +45,28 @@ class Recorder:
             return
         if self._thinned > 1:
             events = events[-1:]
-        for number, event in enumerate(events, start=1):
-            last = number == len(events)
-            decision = Decided.of(plan) if last and plan is not None else None
-            more = None if last else True
-            self._write(Row(start_step, **_told(event), decision=decision, more=more))
+        *before, last = events
+        for event in before:
+            self._write(Row(start_step, **_told(event), more=True))
+        self._write(Row(start_step, **_told(last), decision=Decided.of(plan)))
 
     def write_round(self, decided: Round, engine: AsyncEngine, busy_s: float) -> None:
         """Add a round of a training with a server, and what the server has done so far."""
         if self._left_out(decided.plan):
             return
         (event,) = decided.events
-        self._write(
-            Row(
-                decided.start_step,
-                **_told(event),
-                loaded=None if decided.loaded is None else json.dumps(decided.loaded.state_dict()),
-                decision=None if decided.plan is None else Decided.of(decided.plan),
-                served=Served.of(engine, busy_s),
-            )
+        loaded = None if decided.loaded is None else json.dumps(decided.loaded.state_dict())
+        decision, served = Decided.of(decided.plan), Served.of(engine, busy_s)
+        row = Row(
+            decided.start_step, **_told(event), loaded=loaded, decision=decision, served=served
         )
+        self._write(row)
 
     def resume(
         self, engine: Engine, change: Change | None, start_step: int, plan: Plan | None
     ) -> None:
         """Add that training goes on with what an engine knows, and its plan for these workers."""
-        decision = None if plan is None else Decided.of(plan)
-        loaded = json.dumps(engine.state_dict())
+        loaded, decision = json.dumps(engine.state_dict()), Decided.of(plan)
         self._write(Row(start_step, change=change, loaded=loaded, decision=decision))
 
     def close(self) -> None:
@@ -103,11 +100,9 @@ def read_record(path: str | PathLike[str]) -> Record:
     *lines, rest = text.split("\n")
     if not lines:
         raise StateMismatch(f"{place} has no complete line, so it is not a record")
-    return Record(
-        _header(place, lines[0]),
-        tuple(_row(place, number, line) for number, line in enumerate(lines[1:], start=2)),
-        complete=not rest,
-    )
+    header = _read(Header, place, 1, lines[0])
+    rows = [_read(Row, place, number, line) for number, line in enumerate(lines[1:], start=2)]
+    return Record(header, tuple(rows), complete=not rest)
 
 
 def _told(event: Event) -> dict[str, Any]:
@@ -127,8 +122,23 @@ def _created(path: Path) -> TextIO:
         raise InvalidSetting(f"record={str(path)!r} cannot be written: {error.strerror}") from None
 
 
-def _header(path: Path, line: str) -> Header:
-    found = _object(path, 1, line)
+def _read(kind: type[Line], path: Path, number: int, line: str) -> Line:
+    """Return what a line holds."""
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise StateMismatch(f"line {number} of {path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise StateMismatch(f"line {number} of {path} is not a JSON object")
+    if kind is Header:
+        _check_format(path, found)
+    try:
+        return from_plain(kind, found)
+    except StateMismatch as error:
+        raise StateMismatch(f"line {number} of {path}: {error}") from None
+
+
+def _check_format(path: Path, found: dict[str, Any]) -> None:
     if found.get("format") != FORMAT:
         raise StateMismatch(f'{path} does not begin with "format": "{FORMAT}", so it is no record')
     if found.get("version") != VERSION:
@@ -136,30 +146,6 @@ def _header(path: Path, line: str) -> Header:
             f"{path} is a record of version {found.get('version')}, and this Poise reads version "
             f"{VERSION}; use the version that wrote it"
         )
-    header: Header = _read(Header, path, 1, found)
-    return header
-
-
-def _row(path: Path, number: int, line: str) -> Row:
-    row: Row = _read(Row, path, number, _object(path, number, line))
-    return row
-
-
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise StateMismatch(f"line {number} of {path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise StateMismatch(f"line {number} of {path} is not a JSON object")
-    return found
-
-
-def _read(kind: Any, path: Path, number: int, found: dict[str, Any]) -> Any:
-    try:
-        return from_plain(kind, found)
-    except StateMismatch as error:
-        raise StateMismatch(f"line {number} of {path}: {error}") from None
 
 
 def _without_none(value: Any) -> Any:

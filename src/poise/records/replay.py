@@ -42,13 +42,12 @@ def replay(record: Record, policy: Policy | None = None) -> Difference | None:
             f"of {record.header.thinned} decisions the record holds one, since it is that of a "
             "large simulation, and what was left out cannot be decided again; simulate it again"
         )
-    if policy is None and record.header.policy is None:
-        raise InvalidSetting(
-            "the record was made by a policy that is not one of Poise's own; "
-            "pass it: replay(record, policy=...)"
-        )
     if policy is None:
-        assert record.header.policy is not None
+        if record.header.policy is None:
+            raise InvalidSetting(
+                "the record was made by a policy that is not one of Poise's own; "
+                "pass it: replay(record, policy=...)"
+            )
         policy = policy_of(record.header.policy)
     _, engine = record.header.engine(policy).start()
     together: list[Event] = []
@@ -65,7 +64,7 @@ def replay(record: Record, policy: Policy | None = None) -> Difference | None:
             continue
         plan, engine = engine.update(together, row.start_step)
         together = []
-        found = None if plan is None else Decided.of(plan)
+        found = Decided.of(plan)
         if found != row.decision:
             step = None if row.observation is None else row.observation.step
             return Difference(number, step, row.decision, found)

@@ -26,9 +26,9 @@ class Decided:
     why: str
 
     @staticmethod
-    def of(plan: Plan) -> "Decided":
-        """Return a plan's decision."""
-        return Decided(plan.split, plan.start_step, plan.gain, plan.why)
+    def of(plan: Plan | None) -> "Decided | None":
+        """Return a plan's decision; None: no change was decided."""
+        return None if plan is None else Decided(plan.split, plan.start_step, plan.gain, plan.why)
 
 
 @dataclass(frozen=True)
