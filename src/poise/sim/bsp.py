@@ -22,7 +22,6 @@ from poise.sim.cluster import Passage
 from poise.sim.conditions import Conditions, Moment
 from poise.sim.learning import Lessons
 from poise.sim.loaders import Loaders
-from poise.sim.position import Position
 from poise.sim.possible import Possible
 from poise.sim.scenario import Noise, Scenario
 from poise.sim.step import Step
@@ -54,12 +53,12 @@ class _Synchronous:
         self._conditions = Conditions(scenario)
         self._training = Training(engine_of(scenario, policy), scenario.lead, recorder)
         self._loaders = Loaders(scenario.workers, scenario.queue)
-        learning = scenario.learning
-        self._lessons = None if learning is None else Lessons(learning, scenario.seed)
+        self._lessons = Lessons(scenario.learning, scenario.seed)
         self._present = scenario.first
         self._clock_s = 0.0
         self._lasted_s = 0.0
-        self._position = Position(scenario.epoch, scenario.epoch)
+        self._samples = 0
+        """Trained on so far."""
         self._possible = Possible(scenario)
         self._decided_at = 0
 
@@ -69,24 +68,28 @@ class _Synchronous:
             followed, lost_s = self._followed(number, moment)
             step = self._step(number, moment, lost_s)
             yield step if step.plan or not followed else replace(step, plan=followed)
-            if self._lessons is not None and self._lessons.reached:
+            if self._lessons.reached:
                 return
 
     def _step(self, number: int, moment: Moment, lost_s: float) -> Step:
         scenario, cluster, training = self._scenario, moment.cluster, self._training
         plan = training.plan_at(number)
         self._possible.check(plan.split)
-        stands_for = self._stands_for(number)
-        left = self._position.left
+        settled = number - self._decided_at >= _LONG_SETTLED
+        stands_for = float(scenario.stride if settled else 1)
+        epoch, used = divmod(self._samples, scenario.epoch)
+        left = scenario.epoch - used
         whole = plan.global_batch <= left or stands_for > 1
         split = plan.split if whole else plan.scaled(left).split
         factor = self._conditions.scatter.next()[moment.present]
         wait = self._waits(moment, split, factor, stands_for)
         passage = cluster.passage(split, factor, wait)
-        seen = self._measured(number, moment, split, passage, whole=whole)
-        begin_s = self._clock_s
-        learned, part = self._learned(sum(split), plan.global_batch, stands_for)
-        best_s = self._possible.best_s(number, cluster, sum(split))
+        seen = Observation(
+            number, split, epoch, **self._measured(moment, split, passage, whole=whole)
+        )
+        begin_s, samples = self._clock_s, sum(split)
+        part = self._lessons.taught(samples * stands_for, plan.global_batch)
+        best_s = self._possible.best_s(number, cluster, samples)
         clean_s = passage.lasts_s
         if scenario.noise != Noise():
             clean_s = cluster.step_s(split)
@@ -95,12 +98,12 @@ class _Synchronous:
             self._decided_at = number
         self._lasted_s = passage.lasts_s
         self._clock_s += passage.lasts_s * stands_for * part
-        self._position = self._position.after(sum(split) * stands_for)
+        self._samples += int(samples * stands_for)
         return Step(
             number=number,
             workers=moment.present,
             split=split,
-            samples=sum(split),
+            samples=samples,
             begin_s=begin_s,
             lasts_s=passage.lasts_s,
             computed_s=passage.arrived_s,
@@ -111,7 +114,7 @@ class _Synchronous:
             stands_for=stands_for,
             part=part,
             lost_s=lost_s,
-            effective_samples=learned,
+            effective_samples=self._lessons.effective_samples,
             plan=decided,
             whole=whole,
         )
@@ -134,10 +137,6 @@ class _Synchronous:
         kinds = self._scenario.kind_of
         return [Identity(int(kinds[worker]), worker) for worker in workers.tolist()]
 
-    def _stands_for(self, number: int) -> float:
-        settled = number - self._decided_at >= _LONG_SETTLED
-        return float(self._scenario.stride if settled else 1)
-
     def _waits(
         self, moment: Moment, split: Split, factor: Floats, stands_for: float
     ) -> Floats | None:
@@ -145,44 +144,24 @@ class _Synchronous:
         each_s = moment.cluster.truth.input_s
         if not each_s.any():
             return None
-        loading = each_s * np.array(split)
         if stands_for > 1:
-            computing_s = moment.cluster.passage(split, factor).lasts_s
-            return np.asarray(np.maximum(loading - computing_s, 0.0))
-        return self._loaders.wait_s(moment.present, self._clock_s, loading)
+            return moment.cluster.usual_wait_s(split, factor)
+        return self._loaders.wait_s(moment.present, self._clock_s, each_s * np.array(split))
 
     def _measured(
-        self, number: int, moment: Moment, split: Split, passage: Passage, *, whole: bool
-    ) -> Observation:
+        self, moment: Moment, split: Split, passage: Passage, *, whole: bool
+    ) -> dict[str, Any]:
         """Return what workers report; nothing of the smaller last step of an epoch, as live."""
         if not whole:
-            nothing = np.full_like(passage.ready_s, np.nan)
-            return Observation(number, split, self._position.epoch, ready_s=nothing)
-        more: dict[str, Any] = {}
+            return {"ready_s": np.full_like(passage.ready_s, np.nan)}
+        found: dict[str, Any] = {"ready_s": passage.ready_s, "done_s": passage.done_s}
         taken, limit = self._scenario.memory_of(moment.present, np.array(split))
         if not np.isnan(taken).all():
-            more = {"memory_bytes": taken, "memory_limit_bytes": limit}
-        if self._training.engine.adapt is not None and self._lessons is not None:
-            more["group_sums"], more["global_sqnorm"] = self._lessons.norms(
-                np.array(split, dtype=np.float64)
-            )
-        loading = moment.cluster.truth.input_s
-        waited = passage.wait_s > 0
-        return Observation(
-            number,
-            split,
-            self._position.epoch,
-            ready_s=passage.ready_s,
-            done_s=passage.done_s,
-            wait_s=passage.wait_s if loading.any() else None,
-            input_s=np.where(waited, loading, np.nan) if loading.any() else None,
-            **more,
-        )
-
-    def _learned(self, samples: int, batch: int, stands_for: float) -> tuple[float, float]:
-        """Return what is learned by the end of a step, and the part of it up to the goal."""
-        lessons = self._lessons
-        if lessons is None:
-            return 0.0, 1.0
-        part = lessons.taught(lessons.worth(samples * stands_for, batch))
-        return lessons.effective_samples, part
+            found |= {"memory_bytes": taken, "memory_limit_bytes": limit}
+        if self._training.engine.adapt is not None:
+            batches = np.array(split, dtype=np.float64)
+            found["group_sums"], found["global_sqnorm"] = self._lessons.norms(batches)
+        loading, waited = moment.cluster.truth.input_s, passage.wait_s
+        if loading.any():
+            found |= {"wait_s": waited, "input_s": np.where(waited > 0, loading, np.nan)}
+        return found

@@ -53,14 +53,9 @@ class Cluster:
     """By how much computing is slower while a bucket is reduced: 0.2 means 1.2 times as slow."""
 
     @staticmethod
-    def of(truth: Truth, *, drag: float = 0.0) -> "Cluster":
+    def of(truth: Truth) -> "Cluster":
         """Return a cluster whose collectives take what the truth says, once all are there."""
-        return Cluster(truth, Together(truth.bucket_s), drag)
-
-    @property
-    def workers(self) -> int:
-        """How many there are."""
-        return self.truth.workers
+        return Cluster(truth, Together(truth.bucket_s))
 
     @property
     def is_plain(self) -> bool:
@@ -88,6 +83,11 @@ class Cluster:
             free = self.reduction.done_s(bucket, handed_over + wait, free)
             done.append(free)
         return Passage(ready, np.stack(done, axis=1), wait)
+
+    def usual_wait_s(self, split: Split, factor: Floats) -> Floats:
+        """Return how long workers wait for loaders that cannot keep up, once queues are empty."""
+        loading = self.truth.input_s * np.array(split)
+        return np.asarray(np.maximum(loading - self.passage(split, factor).lasts_s, 0.0))
 
     def step_s(self, split: Split) -> float:
         """Return the step time without noise, loaders that cannot keep up included."""

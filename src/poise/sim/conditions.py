@@ -36,22 +36,17 @@ class Scatter:
         self._noise = noise
         self._draw = np.random.default_rng(seed)
         self._level = self._draw.standard_normal(workers)
-        self._begun = False
 
     def next(self) -> Floats:
         """Return what each worker's times are multiplied by in the next step."""
         noise, workers = self._noise, len(self._level)
-        factor = np.ones(workers)
-        if noise.cv:
-            if self._begun:
-                kept = noise.correlation
-                fresh = self._draw.standard_normal(workers)
-                self._level = kept * self._level + math.sqrt(1 - kept**2) * fresh
-            self._begun = True
-            factor = np.exp(noise.cv * self._level - noise.cv**2 / 2)
+        factor = np.exp(noise.cv * self._level - noise.cv**2 / 2)
         if noise.spike_chance:
             struck = self._draw.random(workers) < noise.spike_chance
             factor = np.where(struck, factor * noise.spike, factor)
+        if noise.cv:
+            kept, fresh = noise.correlation, self._draw.standard_normal(workers)
+            self._level = kept * self._level + math.sqrt(1 - kept**2) * fresh
         return factor
 
 
@@ -134,8 +129,6 @@ class Conditions:
 
     def _begun(self, step: int, clock_s: float) -> bool:
         """Begin what is due; whether somebody failed."""
-        if not self._waiting:
-            return False
         due = [event for event in self._waiting if event.is_due(step, clock_s)]
         failed = False
         for event in due:
@@ -179,8 +172,7 @@ class Conditions:
             "slower_loader": np.ones(workers),
         }
         for begun, event in self._running:
-            over = event.for_steps is not None and step >= begun + event.for_steps
-            if over:
+            if event.for_steps is not None and step >= begun + event.for_steps:
                 continue
             part = 1.0 if not event.over_steps else min(1.0, (step - begun + 1) / event.over_steps)
             values = slower[event.what]

@@ -239,14 +239,14 @@ class Scenario:
         model = self.model if everyone else self.model.take(workers)
         model = slowed(model, slowness)
         bucket_s = np.array(self.cluster.network.among(self.workers, len(workers)).bucket_s)
-        loading = np.broadcast_to(np.asarray(loaders, dtype=np.float64), (self.workers,))[workers]
+        loading = np.broadcast_to(loaders, self.workers)[workers]
         model = replace(model, bucket_s=bucket_s * network, input_s=model.input_s * loading)
         truth: Truth = model
         if not self.bend.is_straight:
             truth = Bent(model, self.bend.take(workers))
         if self.ring is None:
             return Cluster(truth, Together(truth.bucket_s), self.drag)
-        slower = np.broadcast_to(np.asarray(links, dtype=np.float64), (self.workers,)) * network
+        slower = np.broadcast_to(links, self.workers) * network
         ring = replace(self.ring, link_bytes_per_s=self.ring.link_bytes_per_s / slower)
         return Cluster(truth, ring.take(workers), self.drag)
 
