@@ -215,13 +215,11 @@ class _Asynchronous:
         left, joined = self._machines.go_on(self._engine.step, self._agenda.clock_s)
         for worker in left:
             self._agenda.forget(worker)
-            decided, self._engine = self._engine.leave(worker)
-            self._note(decided)
+            self._follow(*self._engine.leave(worker))
             self._doing.pop(worker, None)
             self._waiting.pop(worker, None)
         for worker in joined:
-            decided, self._engine = self._engine.join(worker, self._scenario.names[worker])
-            self._note(decided)
+            self._follow(*self._engine.join(worker, self._scenario.names[worker]))
             self._waiting[worker] = (self._agenda.clock_s, None)
         if left:
             self._apply_steps()
@@ -266,8 +264,7 @@ class _Asynchronous:
             memory_bytes=float(taken[0]),
             memory_limit_bytes=float(limit[0]),
         )
-        decided, self._engine = self._engine.reported(worker, report)
-        self._note(decided)
+        self._follow(*self._engine.reported(worker, report))
 
     def _apply_steps(self) -> None:
         """Apply the steps whose pushes are all there."""
@@ -328,7 +325,9 @@ class _Asynchronous:
             self._engine = self._engine.unused(worker, self._engine.epoch)
             self._try(worker)
 
-    def _note(self, decided: Round | None) -> None:
+    def _follow(self, decided: Round | None, engine: AsyncEngine) -> None:
+        """Go on with an engine, and note what it has decided."""
+        self._engine = engine
         if decided is None:
             return
         if decided.plan is not None:

@@ -4,6 +4,7 @@ A step is simulated bucket by bucket; what its workers would measure goes to the
 rhythm of live training, and its plans take effect at the steps that they say.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,19 +17,20 @@ from poise.core.plan import Plan
 from poise.core.split import Split
 from poise.core.timing import Floats, Ints
 from poise.engine.bsp import Engine
+from poise.errors import InfeasibleSplit
 from poise.policy import Forecasting, Policy
 from poise.records import Recorder
-from poise.sim.cluster import Passage
+from poise.sim.cluster import Cluster, Passage
 from poise.sim.conditions import Conditions, Moment
 from poise.sim.learning import Lessons
-from poise.sim.loaders import Loaders
-from poise.sim.possible import Possible
 from poise.sim.scenario import Noise, Scenario
 from poise.sim.step import Step
 from poise.sim.training import Training
 
 _LONG_SETTLED = 60
 """Steps without a decision after which a step may stand for several."""
+_ORACLE_WORK = 1_000_000
+"""Worker-steps for which the best split is looked for in every step; of more, in some."""
 
 
 def synchronous(
@@ -52,14 +54,14 @@ class _Synchronous:
         self._scenario = scenario
         self._conditions = Conditions(scenario)
         self._training = Training(engine_of(scenario, policy), scenario.lead, recorder)
-        self._loaders = Loaders(scenario.workers, scenario.queue)
+        self._loaders = _Loaders(scenario.workers, scenario.queue)
         self._lessons = Lessons(scenario.learning, scenario.seed)
         self._present = scenario.first
         self._clock_s = 0.0
         self._lasted_s = 0.0
         self._samples = 0
         """Trained on so far."""
-        self._possible = Possible(scenario)
+        self._possible = _Possible(scenario)
         self._decided_at = 0
 
     def steps(self) -> Iterator[Step]:
@@ -164,4 +166,73 @@ class _Synchronous:
         loading, waited = moment.cluster.truth.input_s, passage.wait_s
         if loading.any():
             found |= {"wait_s": waited, "input_s": np.where(waited > 0, loading, np.nan)}
+        return found
+
+
+class _Loaders:
+    """Queues of local batches that are loaded while workers compute.
+
+    Batch k is loaded after batch k - 1 and when there is room in the queue, that is when the
+    worker has taken batch k - q. At the start queues are full. So a loader of l seconds a sample
+    makes steps last l b at least, and a short stall of one is not felt.
+    """
+
+    def __init__(self, workers: int, queue: int) -> None:
+        self._loaded_s = np.zeros(workers)
+        self._taken_s: deque[Floats] = deque(maxlen=queue)
+        self._queue = queue
+
+    def wait_s(self, workers: Ints, now_s: float, work_s: Floats) -> Floats:
+        """Return how long workers wait for their next batches, which take so long to load."""
+        if len(self._taken_s) == self._queue:
+            begin = np.maximum(self._loaded_s[workers], self._taken_s[0][workers])
+            self._loaded_s[workers] = begin + work_s
+        wait = np.maximum(self._loaded_s[workers] - now_s, 0.0)
+        taken = np.full(len(self._loaded_s), now_s)
+        taken[workers] = now_s + wait
+        self._taken_s.append(taken)
+        return np.asarray(wait)
+
+
+class _Possible:
+    """The bounds of the workers that are there, and the best split within them."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._all = scenario.limits
+        self._every = max(1, scenario.workers * scenario.steps // _ORACLE_WORK)
+        self.follow(scenario.first)
+
+    def follow(self, present: Ints) -> None:
+        """Other workers are there."""
+        self._limits = self._all.take(present.tolist())
+        self._checked: Split = ()
+        """A split that is within their bounds."""
+        self._best: tuple[Cluster | None, int, float] = (None, 0, 0.0)
+
+    def check(self, split: Split) -> None:
+        """Raise if a policy without bounds exceeds what a worker states."""
+        if split == self._checked:
+            return
+        limits, local = self._limits, np.array(split)
+        wrong = (local < limits.low) | (local > limits.high) | (local % limits.multiple > 0)
+        if wrong.any():
+            worker = int(np.flatnonzero(wrong)[0])
+            raise InfeasibleSplit(
+                f"{limits.name(worker)} would get {split[worker]} samples, and takes "
+                f"{limits.low[worker]} to {limits.high[worker]} in multiples of "
+                f"{limits.multiple[worker]}"
+            )
+        self._checked = split
+
+    def best_s(self, step: int, cluster: Cluster, samples: int) -> float:
+        """Return the step time of the best split of so many samples; NaN: not looked for."""
+        if (cluster, samples) == self._best[:2]:
+            return self._best[2]
+        if step % self._every:
+            return float("nan")
+        try:
+            _, found = cluster.best(samples, self._limits)
+        except InfeasibleSplit:  # the smaller last step of an epoch may be no sum of multiples
+            found = float("nan")
+        self._best = (cluster, samples, found)
         return found

@@ -58,6 +58,11 @@ class Cluster:
         return Cluster(truth, Together(truth.bucket_s))
 
     @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.truth.workers
+
+    @property
     def is_plain(self) -> bool:
         """Whether step times are the largest of the workers' own, as the core takes them."""
         return isinstance(self.reduction, Together) and not self.drag
@@ -73,8 +78,7 @@ class Cluster:
             wait_s: how long each worker waits for input first; none by default.
         """
         batches = np.array(split, dtype=np.float64)
-        scale = np.broadcast_to(np.asarray(factor, dtype=np.float64), batches.shape)
-        ready = self.truth.ready_s(batches) * scale[:, None]
+        ready = self.truth.ready_s(batches) * np.reshape(factor, (-1, 1))
         wait = np.zeros(len(batches)) if wait_s is None else wait_s
         if self.drag:
             return self._dragged(ready, wait)

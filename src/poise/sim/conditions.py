@@ -12,7 +12,7 @@ import numpy as np
 from poise.core.timing import Flags, Floats, Ints
 from poise.errors import InvalidSetting
 from poise.sim.cluster import Cluster
-from poise.sim.scenario import MOVES, Drift, Event, Noise, Scenario
+from poise.sim.scenario import MOVES, SLOWER, Drift, Event, Noise, Scenario
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,20 +112,12 @@ class Conditions:
                 f"at step {step} the last worker is gone; let one stay, or another join before"
             )
         slowness, network, links, loaders = factors
-        self._moment = Moment(
-            present,
-            self._scenario.cluster_of(
-                present,
-                (self._wandering.slowness * slowness)[present],
-                network=float(network[0]),
-                links=links,
-                loaders=loaders,
-            ),
-            float(network[0]),
+        slower, network_slower = self._wandering.slowness * slowness, float(network[0])
+        cluster = self._scenario.cluster_of(
+            present, slower[present], network=network_slower, links=links, loaders=loaders
         )
-        if failed:
-            return replace(self._moment, failed=True)
-        return self._moment
+        self._moment = Moment(present, cluster, network_slower)
+        return replace(self._moment, failed=failed)
 
     def _begun(self, step: int, clock_s: float) -> bool:
         """Begin what is due; whether somebody failed."""
@@ -165,12 +157,7 @@ class Conditions:
     def _factors(self, step: int) -> tuple[Floats, ...]:
         """Return how many times as slow everything is: workers, network, links, loaders."""
         workers = len(self._there)
-        slower = {
-            "slower": np.ones(workers),
-            "slower_network": np.ones(1),
-            "slower_link": np.ones(workers),
-            "slower_loader": np.ones(workers),
-        }
+        slower = {what: np.ones(1 if what == "slower_network" else workers) for what in SLOWER}
         for begun, event in self._running:
             if event.for_steps is not None and step >= begun + event.for_steps:
                 continue

@@ -5,11 +5,10 @@ from typing import Any
 
 from poise.cluster_file import DeclaredCluster
 from poise.numbers import is_number
-from poise.sim.scenario import MOVES, Event, What
+from poise.sim.scenario import MOVES, SLOWER, Event
 from poise.toml_file import Table, Toml, nearest
 
-_SLOWER: tuple[What, ...] = ("slower", "slower_network", "slower_link", "slower_loader")
-_WHAT = (*_SLOWER, *MOVES)
+_WHAT = (*SLOWER, *MOVES)
 _EVENT = ("at_step", "at_s", "worker", "over_steps", "for_steps")
 _WALK = ("at_step", "at_s", "speeds")
 _EVERYONE = "all"

@@ -19,7 +19,7 @@ slower = 4.0
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,16 +45,22 @@ LEAST = 1e-9
 """Below this a number above 0 is a slip of the pen."""
 MOST_STEPS = 10_000_000
 _VALUES = ("seed", "steps", "global_batch", "mode", "policies", "split", "lead", "restart_s")
-_TABLES = ("network", "training", "noise", "drift", "failures", "loader", "server", "calibration")
-_TOP = (*_VALUES, *_TABLES, "event", "walk")
 _WORKER = ("price_per_hour", "resource", "tile", "knee", "power", "link_bytes_per_s")
+_TRAINING = ("noise_scale", "start_batch", "target_samples", "epoch_samples", "adapt", "stride")
 _NOISE = {"cv": (0, 2), "correlation": (0, 0.999), "spike_chance": (0, 1), "spike": (1, 1e6)}
 _DRIFT = {"per_step": (0, 1), "memory_steps": (1, 1e9)}
-_NETWORK = ("ready", "bucket_s", "bucket_bytes", "link_bytes_per_s", "latency_s", "drag")
-_TRAINING = ("noise_scale", "start_batch", "target_samples", "epoch_samples", "adapt", "stride")
-_FAILURES = ("mean_steps", "down_steps")
 _SERVER = {"exchange_s": (0, 1e6), "update_s": (0, 1e6)}
-_CALIBRATION = ("error", "notes")
+_TABLES: Mapping[str, Collection[str]] = {
+    "network": ("ready", "bucket_s", "bucket_bytes", "link_bytes_per_s", "latency_s", "drag"),
+    "training": _TRAINING,
+    "noise": _NOISE,
+    "drift": _DRIFT,
+    "failures": ("mean_steps", "down_steps"),
+    "loader": ("queue",),
+    "server": _SERVER,
+    "calibration": ("error", "notes"),
+}
+_TOP = (*_VALUES, *_TABLES, "event", "walk")
 _KNEE = "a pair: the local batch at the knee, and what a sample beyond it counts, from 1 up"
 _POWER = "a pair above 0: the exponent, and the local batch at which the line holds"
 
@@ -71,40 +77,42 @@ def read_scenario(path: str | Path) -> Scenario:
 def declared_scenario(toml: Toml) -> Scenario:
     """Return the scenario in the tables of a file."""
     cluster = declared_cluster(toml, others=_TOP, of_workers=_WORKER)
-    top, training = toml.top, toml.table("training")
+    top, tables = toml.top, {name: toml.table(name) for name in _TABLES}
+    for name, known in _TABLES.items():
+        tables[name].check_keys(known)
     kinds = zip(toml.array("worker"), cluster.kinds, strict=True)
     workers = [table for table, kind in kinds for _ in kind.workers]
     steps = top.whole("steps", 1000, least=1, most=MOST_STEPS)
     if "global_batch" not in toml.tables:
         raise top.wrong("", "has no global_batch; give the samples of a step over all workers")
     global_batch = top.whole("global_batch", 0, least=1)
-    network, ring, drag = _network(toml.table("network"), workers)
+    network, ring, drag = _network(tables["network"], workers)
     scenario = Scenario(
         cluster=replace(cluster, network=network),
         global_batch=global_batch,
         steps=steps,
         mode=_mode(top),
-        learning=_learning(training, global_batch),
+        learning=_learning(tables["training"], global_batch),
         seed=top.whole("seed", 0),
         policies=_policies(top, workers),
         split=_split(top, global_batch),
         resources=_resources(workers),
-        noise=_numbers(Noise, toml.table("noise"), _NOISE),
-        drift=_numbers(Drift, toml.table("drift"), _DRIFT),
-        failures=_failures(toml.table("failures")),
+        noise=_numbers(Noise, tables["noise"], _NOISE),
+        drift=_numbers(Drift, tables["drift"], _DRIFT),
+        failures=_failures(tables["failures"]),
         events=declared_events(toml, cluster, steps),
         bend=_bend(workers),
         ring=ring,
         drag=drag,
-        queue=_queue(toml.table("loader")),
+        queue=tables["loader"].whole("queue", 2, least=1, most=64),
         lead=top.whole("lead", 0, most=1024),
         restart_s=top.number("restart_s", 0.0),
-        epoch_samples=_epoch(training, global_batch),
-        stride=training.whole("stride", 1, least=1),
-        server=_numbers(Server, toml.table("server"), _SERVER),
+        epoch_samples=_epoch(tables["training"], global_batch),
+        stride=tables["training"].whole("stride", 1, least=1),
+        server=_numbers(Server, tables["server"], _SERVER),
         prices=_of_workers(workers, "price_per_hour", 0.0, _from_0, "a number from 0 up"),
-        error=_error(toml.table("calibration")),
-        notes=_notes(toml.table("calibration")),
+        error=tables["calibration"].number("error", None, most=100.0),
+        notes=_notes(tables["calibration"]),
     )
     check(toml, scenario)
     return scenario
@@ -144,7 +152,6 @@ def _split(top: Table, global_batch: int) -> tuple[int, ...]:
 
 def _network(table: Table, workers: Sequence[Table]) -> tuple[Network, Ring | None, float]:
     """Return the network, its ring if it has one, and its drag; each worker has its table."""
-    table.check_keys(_NETWORK)
     values = table.values
     drag = table.number("drag", 0.0, most=100.0)
     plain = {key: values[key] for key in ("ready", "bucket_s") if key in values}
@@ -185,7 +192,6 @@ def _link(worker: Table, default: float | None) -> float:
 
 def _learning(table: Table, global_batch: int) -> Learning | None:
     """Return what is learned; None: nothing is said of it."""
-    table.check_keys(_TRAINING)
     start = table.whole("start_batch", global_batch, least=1)
     target = table.number("target_samples", None, least=1.0)
     if "noise_scale" not in table.values:
@@ -258,21 +264,10 @@ def _bend(workers: Sequence[Table]) -> Bend:
 
 
 def _failures(table: Table) -> Failures:
-    table.check_keys(_FAILURES)
     return Failures(
         mean_steps=table.number("mean_steps", math.inf, least=1.0),
         down_steps=table.whole("down_steps", 50, least=1),
     )
-
-
-def _queue(table: Table) -> int:
-    table.check_keys(("queue",))
-    return table.whole("queue", 2, least=1, most=64)
-
-
-def _error(table: Table) -> float | None:
-    table.check_keys(_CALIBRATION)
-    return table.number("error", None, most=100.0)
 
 
 def _notes(table: Table) -> tuple[str, ...]:
@@ -290,7 +285,6 @@ def _numbers(kind: type[T], table: Table, ranges: Mapping[str, tuple[float, floa
         table: its values.
         ranges: the least and the most of each key.
     """
-    table.check_keys(ranges)
     found = {}
     for key in table.values:
         least, most = ranges[key]
@@ -333,11 +327,9 @@ def _from_0(value: Any) -> float | None:
 
 def _pair(value: Any) -> tuple[float, float] | None:
     """Return two numbers that are not negative; None: it is something else."""
-    numbers = list(map(_from_0, value)) if isinstance(value, list) else []
-    match numbers:
-        case [float(first), float(second)]:
-            return first, second
-    return None
+    numbers = isinstance(value, list) and len(value) == 2 and all(map(is_number, value))  # noqa: PLR2004
+    inside = numbers and all(0 <= each <= MOST for each in value)
+    return (float(value[0]), float(value[1])) if inside else None
 
 
 def _knee(value: Any) -> tuple[float, float] | None:

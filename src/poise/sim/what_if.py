@@ -32,8 +32,9 @@ class WhatIf:
         tables = dict(toml.tables)
         if self.more:
             tables["worker"] = self._workers(toml)
-            for walk in toml.array("walk"):
-                raise walk.wrong(
+            walks = toml.array("walk")
+            if walks:
+                raise walks[0].wrong(
                     "",
                     "has one speed per worker, and --more adds some; add them to the file, with "
                     "their speeds",
@@ -66,8 +67,8 @@ class WhatIf:
         network = dict(toml.table("network").values)
         if "bucket_s" in network:
             before, now = _count(toml.tables), _count(tables)
-            bucket_s = Network(bucket_s=tuple(network["bucket_s"]), ready=_ready(network))
-            times = bucket_s.among(before, now).bucket_s
+            plain = {key: network[key] for key in ("ready", "bucket_s") if key in network}
+            times = Network(**plain).among(before, now).bucket_s
             network["bucket_s"] = [seconds / self.network for seconds in times]
         elif "bucket_bytes" in network:
             sizes, latency_s = network["bucket_bytes"], network.get("latency_s", 0.0)
@@ -78,7 +79,3 @@ class WhatIf:
 
 def _count(tables: Mapping[str, Any]) -> int:
     return sum(int(table.get("count", 1)) for table in tables["worker"])
-
-
-def _ready(network: Mapping[str, Any]) -> tuple[float, ...]:
-    return tuple(network.get("ready", (1.0,)))
