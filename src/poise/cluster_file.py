@@ -25,7 +25,7 @@ from pathlib import Path
 from poise.core.cluster import Network, Worker
 from poise.errors import InvalidSetting
 from poise.numbers import is_number, is_whole
-from poise.toml_file import Toml, read_toml
+from poise.toml_file import Table, Toml, read_toml
 
 MOST_WORKERS = 100_000
 """More are taken for a slip of the pen."""
@@ -91,7 +91,7 @@ def declared_cluster(
     >>> [worker.name for worker in declared_cluster(Toml("my.toml", tables)).workers]
     ['a-0', 'a-1']
     """
-    toml.check_keys(tuple(dict.fromkeys((*_TOP, *others))))
+    toml.top.check_keys(tuple(dict.fromkeys((*_TOP, *others))))
     workers, kinds = _workers(toml, of_workers)
     noise_scale, start_batch = _training(toml) if "training" not in others else (None, None)
     return DeclaredCluster(
@@ -100,36 +100,34 @@ def declared_cluster(
         kinds=kinds,
         noise_scale=noise_scale,
         start_batch=start_batch,
-        title=text_of(toml, "title"),
-        note=text_of(toml, "note"),
+        title=_text(toml, "title"),
+        note=_text(toml, "note"),
     )
 
 
-def text_of(toml: Toml, key: str) -> str:
+def _text(toml: Toml, key: str) -> str:
     """Return a text at the top level of a file, or none."""
     value = toml.tables.get(key, "")
     if not isinstance(value, str):
-        raise toml.refused("", 0, key, "text in quotation marks")
+        raise toml.top.refused(key, "text in quotation marks")
     return value
 
 
 def _network(toml: Toml) -> Network:
     table = toml.table("network")
-    toml.check_keys(_NETWORK, "network")
-    try:
-        return Network(**table)
-    except InvalidSetting as error:
-        raise toml.blame(error, "network") from None
+    table.check_keys(_NETWORK)
+    with table.blamed():
+        return Network(**table.values)
 
 
 def _training(toml: Toml) -> tuple[float | None, int | None]:
     table = toml.table("training")
-    toml.check_keys(_TRAINING, "training")
-    scale, start = table.get("noise_scale"), table.get("start_batch")
+    table.check_keys(_TRAINING)
+    scale, start = table.values.get("noise_scale"), table.values.get("start_batch")
     if scale is not None and not (is_number(scale) and 0 <= scale < math.inf):
-        raise toml.refused("training", 0, "noise_scale", "samples from 0 up")
+        raise table.refused("noise_scale", "samples from 0 up")
     if start is not None and not (is_whole(start) and start >= 1):
-        raise toml.refused("training", 0, "start_batch", "a whole number from 1 up")
+        raise table.refused("start_batch", "a whole number from 1 up")
     return (None if scale is None else float(scale)), start
 
 
@@ -141,50 +139,46 @@ def _workers(toml: Toml, of_others: Collection[str]) -> tuple[tuple[Worker, ...]
         )
     workers: list[Worker] = []
     kinds: list[Kind] = []
-    taken: dict[str, str] = {}
-    for number in range(1, len(tables) + 1):
-        worker, count = _worker(toml, number, of_others)
-        first = len(workers)
-        if first + count > MOST_WORKERS:
-            raise InvalidSetting(
-                f"{toml.where('worker', number, 'count')} makes it {first + count} workers; "
-                f"give at most {MOST_WORKERS} in all"
+    taken: dict[str, int] = {}
+    for table in tables:
+        worker, count = _worker(table, of_others)
+        members = range(len(workers), len(workers) + count)
+        if members.stop > MOST_WORKERS:
+            raise table.wrong(
+                "count", f"makes it {members.stop} workers; give at most {MOST_WORKERS} in all"
             )
-        names = _names(worker.name, first, count)
-        for name in names:
+        for name in _names(worker.name, members):
             if name in taken:
-                raise InvalidSetting(
-                    f"{toml.where('worker', number, 'name')} has a worker {name}, and so has "
-                    f"{taken[name]}; name one otherwise"
+                raise table.wrong(
+                    "name",
+                    f"has a worker {name}, and so has [[worker]] {taken[name]}; name one otherwise",
                 )
-            taken[name] = f"[[worker]] {number}"
-        workers += [replace(worker, name=name) for name in names]
-        members = range(first, first + count)
+            taken[name] = table.place
+            workers.append(replace(worker, name=name))
         kinds.append(Kind(worker.name or _default_name(members), members))
     return tuple(workers), tuple(kinds)
 
 
-def _worker(toml: Toml, number: int, of_others: Collection[str]) -> tuple[Worker, int]:
+def _worker(table: Table, of_others: Collection[str]) -> tuple[Worker, int]:
     """Return the worker of a table, under the table's name, and how many there are."""
-    table = toml.table("worker", number)
-    name, count = table.get("name", ""), table.get("count", 1)
-    if not isinstance(name, str) or ("name" in table and not name.strip()):
-        raise toml.refused("worker", number, "name", "text, or leave it out")
-    toml.check_keys((*_WORKER, *of_others), "worker", number)
+    values = table.values
+    name, count = values.get("name", ""), values.get("count", 1)
+    if not isinstance(name, str) or ("name" in values and not name.strip()):
+        raise table.refused("name", "text, or leave it out")
+    table.check_keys((*_WORKER, *of_others))
     if not (is_whole(count) and count >= 1):
-        raise toml.refused("worker", number, "count", "a whole number from 1 up")
-    if not isinstance(table.get("ready_s", []), list):
-        raise toml.refused("worker", number, "ready_s", "a list with a pair per bucket")
-    own = {key: value for key, value in table.items() if key != "count" and key not in of_others}
-    try:
+        raise table.refused("count", "a whole number from 1 up")
+    if not isinstance(values.get("ready_s", []), list):
+        raise table.refused("ready_s", "a list with a pair per bucket")
+    own = {key: value for key, value in values.items() if key not in ("count", *of_others)}
+    with table.blamed():
         return Worker(**own), count
-    except InvalidSetting as error:
-        raise toml.blame(error, "worker", number) from None
 
 
-def _names(name: str, first: int, count: int) -> list[str]:
+def _names(name: str, members: range) -> list[str]:
     if not name:
-        return [f"worker-{number}" for number in range(first, first + count)]
+        return [f"worker-{number}" for number in members]
+    count = len(members)
     return [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
 
 

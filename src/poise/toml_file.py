@@ -6,12 +6,20 @@ my.toml, line 12: [[worker]] 2 has unknown key max_bacth; did you mean max_batch
 import difflib
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from poise.errors import InvalidSetting
+from poise.numbers import is_number, is_whole
+
+Number = TypeVar("Number", bound=float | None)
+Whole = TypeVar("Whole", bound=int | None)
+
+MOST = 1e15
+"""Beyond this a number is a slip of the pen."""
 
 _HEADER = re.compile(r"(?P<open>\[\[?)\s*(?P<name>[\w.-]+)\s*\]")
 _KEY = re.compile(r"[\"']?(?P<key>[\w-]+)[\"']?\s*[=.]")
@@ -33,68 +41,100 @@ class Toml:
     tables: Mapping[str, Any]
     lines: Mapping[Place, int] = field(default_factory=dict)
 
-    def where(self, table: str = "", number: int = 0, key: str = "") -> str:
-        r"""Return the file, the line of a key or else of its table, and the table.
+    @property
+    def top(self) -> "Table":
+        """The top level."""
+        return Table(self, self.tables)
 
-        >>> Toml("my.toml", {}, lines_of("a = 1\n[[worker]]\nb = 2")).where("worker", 1, "b")
-        'my.toml, line 3: [[worker]] 1'
-        """
-        places = [(table, number, key), (table, number, "")]
-        if not table:  # a key of the top level may be a table
-            places += [(key, 0, ""), (key, 1, "")]
-        line = next((self.lines[place] for place in places if place in self.lines), None)
-        file = self.name if line is None else f"{self.name}, line {line}"
-        if not table:
-            return file
-        return f"{file}: [[{table}]] {number}" if number else f"{file}: [{table}]"
-
-    def check_keys(self, known: Collection[str], table: str = "", number: int = 0) -> None:
-        """Raise, with the nearest right name, if a table holds a key that is not known."""
-        for key in self.table(table, number):
-            if key not in known:
-                where = self.where(table, number, key)
-                raise InvalidSetting(f"{where} has unknown key {key}; {nearest(key, known)}")
-
-    def table(self, name: str, number: int = 0) -> Mapping[str, Any]:
-        """Return a table, the top level for no name; an empty one if it is not there.
-
-        Raises InvalidSetting where something else has its name.
-        """
-        if not name:
-            return self.tables
-        if number:
-            return self.array(name)[number - 1]
+    def table(self, name: str) -> "Table":
+        """Return the table [name], an empty one if it is not there, or raise if it is none."""
         found = self.tables.get(name, {})
         if not isinstance(found, Mapping):
-            raise InvalidSetting(
-                f"{self.where(key=name)} has {name}={found!r}; write one table [{name}]"
-            )
-        return found
+            raise self.top.wrong(name, f"has {name}={found!r}; write one table [{name}]")
+        return Table(self, found, name)
 
-    def array(self, name: str) -> list[Mapping[str, Any]]:
+    def array(self, name: str) -> list["Table"]:
         """Return the tables [[name]], or raise if it is something else."""
         found = self.tables.get(name, [])
         if isinstance(found, Mapping):
-            raise InvalidSetting(
-                f"{self.where(name)} is one table; write [[{name}]], once for each"
-            )
+            one = Table(self, found, name)
+            raise one.wrong("", f"is one table; write [[{name}]], once for each")
         if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
-            raise InvalidSetting(
-                f"{self.where(key=name)} has {name}={found!r}; write tables [[{name}]]"
-            )
-        return found
+            raise self.top.wrong(name, f"has {name}={found!r}; write tables [[{name}]]")
+        return [Table(self, each, name, number) for number, each in enumerate(found, start=1)]
 
-    def refused(self, table: str, number: int, key: str, required: str) -> InvalidSetting:
+
+@dataclass(frozen=True)
+class Table:
+    """One table of a file: its keys are read as they should be, or their line is in the error."""
+
+    toml: Toml
+    values: Mapping[str, Any]
+    name: str = ""
+    """None: the top level."""
+    place: int = 0
+    """Among the tables [[name]], from 1; 0: it is the only one."""
+
+    def where(self, key: str = "") -> str:
+        r"""Return the file, the line of a key or else of the table, and the table.
+
+        >>> toml = Toml("my.toml", {"worker": [{"b": 2}]}, lines_of("a = 1\n[[worker]]\nb = 2"))
+        >>> toml.array("worker")[0].where("b")
+        'my.toml, line 3: [[worker]] 1'
+        """
+        places = [(self.name, self.place, key), (self.name, self.place, "")]
+        if not self.name:  # a key of the top level may be a table
+            places += [(key, 0, ""), (key, 1, "")]
+        lines = self.toml.lines
+        line = next((lines[place] for place in places if place in lines), None)
+        file = self.toml.name if line is None else f"{self.toml.name}, line {line}"
+        if not self.name:
+            return file
+        return f"{file}: [[{self.name}]] {self.place}" if self.place else f"{file}: [{self.name}]"
+
+    def wrong(self, key: str, what: str) -> InvalidSetting:
+        """Return an error that says where a key stands, and what is wrong there."""
+        return InvalidSetting(f"{self.where(key)} {what}")
+
+    def refused(self, key: str, required: str) -> InvalidSetting:
         """Return the error of a value that is not allowed."""
-        found = self.table(table, number).get(key)
-        where = self.where(table, number, key)
-        return InvalidSetting(f"{where} has {key}={found!r}; give {required}")
+        return self.wrong(key, f"has {key}={self.values.get(key)!r}; give {required}")
 
-    def blame(self, error: Exception, table: str, number: int = 0) -> InvalidSetting:
-        """Return an error with the line of the key that it speaks of, if it names one."""
-        named = [key for key in self.table(table, number) if f"{key}=" in str(error)]
-        where = self.where(table, number, named[0] if named else "")
-        return InvalidSetting(f"{where}: {error}")
+    @contextmanager
+    def blamed(self, key: str = "") -> Iterator[None]:
+        """Add the line of a key to errors within; without one, of the key that they name."""
+        try:
+            yield
+        except InvalidSetting as error:
+            named = [each for each in self.values if f"{each}=" in str(error)]
+            place = self.where(key or next(iter(named), ""))
+            raise InvalidSetting(f"{place}: {error}") from None
+
+    def check_keys(self, known: Collection[str]) -> None:
+        """Raise, with the nearest right name, if there is a key that is not known."""
+        for key in self.values:
+            if key not in known:
+                raise self.wrong(key, f"has unknown key {key}; {nearest(key, known)}")
+
+    def number(
+        self, key: str, default: Number, *, least: float = 0.0, most: float = MOST
+    ) -> float | Number:
+        """Return a number."""
+        if key not in self.values:
+            return default
+        found = self.values[key]
+        if not (is_number(found) and least <= found <= most):
+            raise self.refused(key, f"a number from {least:g} to {most:g}")
+        return float(found)
+
+    def whole(self, key: str, default: Whole, *, least: int = 0, most: int = 2**40) -> int | Whole:
+        """Return a whole number."""
+        if key not in self.values:
+            return default
+        found = self.values[key]
+        if not (is_whole(found) and least <= found <= most):
+            raise self.refused(key, f"a whole number from {least} to {most}")
+        return found
 
 
 def nearest(word: str, known: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from poise.errors import InvalidSetting
 from poise.lab.speeds import checked_speeds
 from poise.numbers import is_number, is_whole
-from poise.toml_file import Toml, read_toml
+from poise.toml_file import Table, Toml, read_toml
 
 _KEYS = ("at_step", "at_s", "speeds")
 
@@ -78,38 +78,36 @@ def read_walk(path: str | Path, workers: int) -> Walk:
 
 def declared_walk(toml: Toml, workers: int) -> Walk:
     """Return the walk in the tables of a file."""
-    toml.check_keys(("change",))
+    toml.top.check_keys(("change",))
     tables = toml.array("change")
     if not tables:
         raise InvalidSetting(f"{toml.name} declares no changes; write tables [[change]]")
-    changes = [_change(toml, number, workers) for number in range(1, len(tables) + 1)]
+    changes = [_change(table, workers) for table in tables]
     _check_order(toml.name, changes)
     return Walk(tuple(changes))
 
 
-def _change(toml: Toml, number: int, workers: int) -> Change:
-    toml.check_keys(_KEYS, "change", number)
-    table = toml.table("change", number)
-    if ("at_step" in table) == ("at_s" in table):
-        where = toml.where("change", number)
-        raise InvalidSetting(f"{where} needs one of at_step and at_s; say when it begins")
-    where = toml.where("change", number, "speeds")
-    speeds = table.get("speeds")
+def _change(table: Table, workers: int) -> Change:
+    table.check_keys(_KEYS)
+    values = table.values
+    if ("at_step" in values) == ("at_s" in values):
+        raise table.wrong("", "needs one of at_step and at_s; say when it begins")
+    speeds = values.get("speeds")
     if not isinstance(speeds, list):
-        raise toml.refused("change", number, "speeds", "a list with one per worker")
+        raise table.refused("speeds", "a list with one per worker")
     if len(speeds) != workers:
-        raise InvalidSetting(
-            f"{where} has {len(speeds)} speeds for {workers} workers; give one per worker"
+        raise table.wrong(
+            "speeds", f"has {len(speeds)} speeds for {workers} workers; give one per worker"
         )
-    found = checked_speeds(speeds, where)
-    if "at_step" in table:
-        step = table["at_step"]
+    found = checked_speeds(speeds, table.where("speeds"))
+    if "at_step" in values:
+        step = values["at_step"]
         if not (is_whole(step) and step >= 1):
-            raise toml.refused("change", number, "at_step", "a whole number from 1 up")
+            raise table.refused("at_step", "a whole number from 1 up")
         return Change(speeds=found, at_step=step)
-    at_s = table["at_s"]
+    at_s = values["at_s"]
     if not (is_number(at_s) and 0 <= at_s < math.inf):
-        raise toml.refused("change", number, "at_s", "seconds from 0 up")
+        raise table.refused("at_s", "seconds from 0 up")
     return Change(speeds=found, at_s=float(at_s))
 
 

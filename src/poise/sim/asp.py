@@ -5,11 +5,14 @@ compute, and push; pushes are applied one after another in the order in which th
 events are kept in a queue by their time.
 """
 
+import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from poise.core.plan import Plan
 from poise.core.timing import Floats
 from poise.engine.asp import AsyncEngine
 from poise.engine.member import Share
@@ -18,10 +21,9 @@ from poise.engine.report import Report
 from poise.engine.round import Round
 from poise.policy import Policy
 from poise.records import Recorder
-from poise.sim.agenda import Agenda
 from poise.sim.bsp import engine_of
 from poise.sim.cluster import Cluster
-from poise.sim.conditions import Conditions, Moment, Scatter
+from poise.sim.conditions import Conditions, Scatter
 from poise.sim.learning import Lessons
 from poise.sim.scenario import Scenario
 from poise.sim.step import Step
@@ -43,11 +45,50 @@ class _Worker:
 class _Window:
     """What happened since the last global batch was complete."""
 
-    begin_s: float = 0.0
-    pushed: int = 0
-    idle_s: Floats = field(default_factory=lambda: np.zeros(0))
+    begin_s: float
+    idle_s: Floats
     """How long each worker waited."""
-    decided: Round | None = None
+    pushed: int = 0
+    plan: Plan | None = None
+    """What was decided last."""
+
+
+class _Happening(NamedTuple):
+    """Something at a time; of two at the same time, the one that was known first."""
+
+    at_s: float
+    order: int
+    kind: Literal["arrive", "apply"]
+    worker: int
+
+
+class _Agenda:
+    """What is to happen to workers, and the clock that it moves."""
+
+    def __init__(self) -> None:
+        self.clock_s = 0.0
+        self._queue: list[_Happening] = []
+        self._known = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything is to happen."""
+        return bool(self._queue)
+
+    def expect(self, at_s: float, kind: Literal["arrive", "apply"], worker: int) -> None:
+        """Something is to happen to a worker, unless it leaves before."""
+        self._known += 1
+        heapq.heappush(self._queue, _Happening(at_s, self._known, kind, worker))
+
+    def forget(self, worker: int) -> None:
+        """A worker leaves: nothing happens any more that was to happen to it."""
+        self._queue = [event for event in self._queue if event.worker != worker]
+        heapq.heapify(self._queue)
+
+    def next(self) -> _Happening:
+        """Take the next happening off the queue, and move the clock to it."""
+        event = heapq.heappop(self._queue)
+        self.clock_s = event.at_s
+        return event
 
 
 @dataclass
@@ -76,19 +117,18 @@ class _Machines:
             Scatter(scenario.noise, 1, [scenario.seed, 1, worker])
             for worker in range(scenario.workers)
         ]
-        self.now: Moment | None = None
-        """None before the first step."""
+        self.now = self._conditions.at(0, 0.0)
+        self._present: set[int] = set()
 
     def go_on(self, step: int, clock_s: float) -> tuple[list[int], list[int]]:
         """Return who has left and who has joined since the last time."""
-        before = set() if self.now is None else set(self.now.present.tolist())
+        before = self._present
         self.now = self._conditions.at(step, clock_s)
-        now = set(self.now.present.tolist())
-        return sorted(before - now), sorted(now - before)
+        self._present = set(self.now.present.tolist())
+        return sorted(before - self._present), sorted(self._present - before)
 
     def iteration_s(self, worker: int, samples: int) -> tuple[float, float]:
         """Return how long a worker computes, and how long it waits for its loader."""
-        assert self.now is not None
         place = int(np.searchsorted(self.now.present, worker))
         truth = self.now.cluster.truth
         batches = np.zeros(len(self.now.present))
@@ -114,9 +154,8 @@ class _Asynchronous:
         self._scenario = scenario
         self._machines = _Machines(scenario)
         self._server = _Server(scenario.server.update_s)
-        self._agenda = Agenda()
-        learning = scenario.learning
-        self._lessons = None if learning is None else Lessons(learning, scenario.seed)
+        self._agenda = _Agenda()
+        self._lessons = Lessons(scenario.learning, scenario.seed)
         self._recorder = recorder
         engine = engine_of(scenario, policy)
         self._engine = AsyncEngine.begin(scenario.mode, engine, scenario.epoch)
@@ -125,73 +164,62 @@ class _Asynchronous:
         """Workers that cannot go on, since when, and the local batch that they were given."""
         self._versions: dict[int, int] = {}
         """With a bound: the updates that the weights of each pushed local batch had seen."""
-        self._window = _Window()
+        self._window = _Window(0.0, np.zeros(scenario.workers))
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps."""
-        self._window = self._fresh()
         self._come_and_go()
         for number in range(self._scenario.steps):
             while self._window.pushed < self._scenario.global_batch:
                 if not self._agenda:
                     return
                 self._next()
-                if self._lessons is not None and self._lessons.reached:
+                if self._lessons.reached:
                     break
             yield self._step(number)
-            if self._lessons is not None and self._lessons.reached:
+            if self._lessons.reached:
                 return
             self._come_and_go()
 
-    def _fresh(self) -> _Window:
-        return _Window(self._agenda.clock_s, 0, np.zeros(self._scenario.workers))
-
     def _step(self, number: int) -> Step:
         """Close the window of a global batch."""
-        window, moment = self._window, self._machines.now
-        assert moment is not None
+        window, moment, now_s = self._window, self._machines.now, self._agenda.clock_s
         for worker, (since_s, share) in self._waiting.items():
-            window.idle_s[worker] += self._agenda.clock_s - since_s
-            self._waiting[worker] = (self._agenda.clock_s, share)
-        present = moment.present
-        lasts_s = max(self._agenda.clock_s - window.begin_s, 1e-12)
+            window.idle_s[worker] += now_s - since_s
+            self._waiting[worker] = (now_s, share)
+        present, split = moment.present, self._engine.plan.split
+        lasts_s = max(now_s - window.begin_s, 1e-12)
         # A window may hold parts of iterations: what a worker did not wait it computed.
         idle = np.minimum(window.idle_s[present], lasts_s)
-        step = Step(
+        batch = self._scenario.global_batch
+        left_over = max(0, window.pushed - batch)
+        self._window = _Window(now_s, np.zeros_like(window.idle_s), left_over)
+        return Step(
             number=number,
             workers=present,
-            split=self._split(),
-            samples=min(window.pushed, self._scenario.global_batch),
+            split=split,
+            samples=min(window.pushed, batch),
             begin_s=window.begin_s,
             lasts_s=lasts_s,
             computed_s=lasts_s - idle,
             input_s=np.zeros(len(present)),
             idle_s=idle,
-            clean_s=_free_s(moment.cluster, self._split()),
+            clean_s=_free_s(moment.cluster, split),
             best_s=float("nan"),
-            effective_samples=0.0 if self._lessons is None else self._lessons.effective_samples,
-            plan=None if window.decided is None else window.decided.plan,
+            effective_samples=self._lessons.effective_samples,
+            plan=window.plan,
         )
-        self._window = self._fresh()
-        self._window.pushed = max(0, window.pushed - self._scenario.global_batch)
-        return step
-
-    def _split(self) -> tuple[int, ...]:
-        return self._engine.plan.split
 
     def _come_and_go(self) -> None:
         """Let workers join and leave that do so now."""
         left, joined = self._machines.go_on(self._engine.step, self._agenda.clock_s)
         for worker in left:
-            self._agenda.new_life(worker)
-            decided, self._engine = self._engine.leave(worker)
-            self._note(decided)
+            self._agenda.forget(worker)
+            self._follow(*self._engine.leave(worker))
             self._doing.pop(worker, None)
             self._waiting.pop(worker, None)
         for worker in joined:
-            self._agenda.new_life(worker)
-            decided, self._engine = self._engine.join(worker, self._scenario.names[worker])
-            self._note(decided)
+            self._follow(*self._engine.join(worker, self._scenario.names[worker]))
             self._waiting[worker] = (self._agenda.clock_s, None)
         if left:
             self._apply_steps()
@@ -200,8 +228,6 @@ class _Asynchronous:
     def _next(self) -> None:
         """Let the next thing happen."""
         event = self._agenda.next()
-        if event is None:
-            return
         if event.kind == "arrive":
             waited_s = self._server.take(event.at_s) - event.at_s
             self._waited(event.worker, waited_s)
@@ -238,8 +264,7 @@ class _Asynchronous:
             memory_bytes=float(taken[0]),
             memory_limit_bytes=float(limit[0]),
         )
-        decided, self._engine = self._engine.reported(worker, report)
-        self._note(decided)
+        self._follow(*self._engine.reported(worker, report))
 
     def _apply_steps(self) -> None:
         """Apply the steps whose pushes are all there."""
@@ -257,9 +282,7 @@ class _Asynchronous:
     def _taught(self, samples: int, factor: float) -> None:
         """Count samples; what a smaller step of the optimizer makes of them, too."""
         self._window.pushed += samples
-        if self._lessons is not None:
-            batch = self._engine.engine.global_batch
-            self._lessons.taught(self._lessons.worth(samples, batch) * factor)
+        self._lessons.taught(samples, self._engine.engine.global_batch, factor)
 
     def _go_on(self) -> None:
         """Let workers start that can."""
@@ -269,7 +292,7 @@ class _Asynchronous:
             self._engine = self._engine.next_epoch()
         for worker in list(self._waiting):
             self._try(worker)
-        if self._waiting and not self._agenda:
+        if self._waiting and not self._agenda and self._engine.over:
             self._end_epoch()
 
     def _try(self, worker: int) -> None:
@@ -290,7 +313,6 @@ class _Asynchronous:
             self._waited(worker, waited_s)
         iteration_s, input_s = self._machines.iteration_s(worker, share.samples)
         self._doing[worker] = _Worker(share, self._engine.updates, iteration_s, input_s)
-        assert self._machines.now is not None
         travels_s = self._scenario.server.exchange_s * self._machines.now.network
         self._agenda.expect(
             self._agenda.clock_s + iteration_s + input_s + travels_s, "arrive", worker
@@ -298,18 +320,18 @@ class _Asynchronous:
 
     def _end_epoch(self) -> None:
         """Nobody computes and nobody can start: the epoch is over for all."""
-        if not self._engine.over:
-            return
         self._engine = self._engine.next_epoch()
         for worker in list(self._waiting):
             self._engine = self._engine.unused(worker, self._engine.epoch)
             self._try(worker)
 
-    def _note(self, decided: Round | None) -> None:
+    def _follow(self, decided: Round | None, engine: AsyncEngine) -> None:
+        """Go on with an engine, and note what it has decided."""
+        self._engine = engine
         if decided is None:
             return
         if decided.plan is not None:
-            self._window.decided = decided
+            self._window.plan = decided.plan
         if self._recorder is not None:
             self._recorder.write_round(decided, self._engine, self._server.busy_s)
 

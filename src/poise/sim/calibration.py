@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from poise.core.fit import Fit
 from poise.core.limits import Limits
 from poise.core.memory import MemoryLine
-from poise.core.observation import Change, Observation
+from poise.core.observation import Observation
 from poise.core.plan import Forecast
 from poise.core.split import Split
 from poise.core.timing import Floats, SpeedModel
@@ -80,58 +80,57 @@ class Calibration:
 
 def calibrated(record: Record) -> Calibration:
     """Return what a record says, or raise if it says too little."""
+    workers, global_batch = _last_group(record)
     seen: Sequence[Observation] = _observations(record)
     if len(seen) < _FEWEST:
-        silent = _silent(record)
+        silent = _silent(record, workers)
         why = f"worker {silent} never measured any" if silent is not None else "train for longer"
         raise InvalidSetting(
-            f"the record has {len(seen)} steps that all of its last {_workers(record)} workers "
+            f"the record has {len(seen)} steps that all of its last {workers} workers "
             f"measured; a calibration needs {_FEWEST}: {why}"
         )
     seen, left, mixed = _since_last_change(seen)
-    fit = _fitted(seen)
+    fit, last = _fitted(seen), seen[-1].split
     batches = np.array([each.split for each in seen])
-    one_batch = bool((batches.min(axis=0) == batches.max(axis=0)).all())
+    same = np.flatnonzero(batches.min(axis=0) == batches.max(axis=0))
     served = record.header.mode is not None
-    errors = [] if one_batch or mixed or served else _held_out_errors(seen)
-    measured_s = _usual_s([each for each in seen if each.split == seen[-1].split])
+    known = len(same) == workers or mixed or served
+    errors = [] if known else _held_out_errors(seen)
     memory, limit = _memory(seen)
     return Calibration(
         model=fit.model(),
         noise=_noise(seen, fit),
-        global_batch=_global_batch(record) if served else sum(seen[-1].split),
+        global_batch=global_batch if served else sum(last),
         mode=record.header.mode or "sync",
         steps=len(seen),
         splits=len({each.split for each in seen}),
         error=float(np.mean(errors)) if errors else float("nan"),
         held_out=len(errors),
-        measured_s=measured_s,
-        predicted_s=_predicted_s(fit, seen[-1].split),
-        last_split=seen[-1].split,
+        measured_s=_usual_s([each for each in seen if each.split == last]),
+        predicted_s=_predicted_s(fit, last),
+        last_split=last,
         memory=memory,
         memory_limit=limit,
         update_s=_update_s(record),
-        guessed=(*left, *_guessed(seen, served=served)),
+        guessed=(*left, *_guessed(seen, same, served=served)),
         bounds=_bounds(record, batches),
     )
 
 
-def _workers(record: Record) -> int:
-    counts = [len(row.change.origin) for row in record.rows if row.change is not None]
-    return counts[-1] if counts else record.header.workers
+def _last_group(record: Record) -> tuple[int, int]:
+    """Return how many workers there were last, and their global batch."""
+    changes = [row.change for row in record.rows if row.change is not None]
+    if not changes:
+        return record.header.workers, record.header.global_batch
+    return len(changes[-1].origin), changes[-1].global_batch
 
 
-def _silent(record: Record) -> int | None:
+def _silent(record: Record, workers: int) -> int | None:
     """Return a worker that measured nothing while others did."""
-    tables = [
-        row.observation.ready_s
-        for row in record.rows
-        if row.observation is not None and row.observation.ready_s is not None
-    ]
-    tables = [each for each in tables if len(each) == _workers(record)]
-    if not tables:
-        return None
-    heard = np.array([~np.isnan(each).any(axis=1) for each in tables]).any(axis=0)
+    heard = np.zeros(workers, dtype=bool)
+    for each in (row.observation for row in record.rows):
+        if each is not None and each.ready_s is not None and len(each.ready_s) == workers:
+            heard |= ~np.isnan(each.ready_s).any(axis=1)
     return int(np.flatnonzero(~heard)[0]) if heard.any() and not heard.all() else None
 
 
@@ -140,32 +139,27 @@ def _observations(record: Record) -> list[Observation]:
     seen: list[Observation] = []
     workers = record.header.workers
     for row in record.rows:
-        if isinstance(row.change, Change) and row.change.origin != tuple(range(workers)):
+        if row.change is not None and row.change.origin != tuple(range(workers)):
             seen, workers = [], len(row.change.origin)
         each = row.observation
         if each is None or each.compiling or each.ready_s is None:
             continue
         if each.ready_s.shape[0] == workers and not np.isnan(each.ready_s).any():
             seen.append(each)
-    if not seen:
-        return seen
-    assert seen[-1].ready_s is not None
-    buckets = seen[-1].ready_s.shape[1]
-    return [each for each in seen if each.ready_s is not None and each.ready_s.shape[1] == buckets]
+    return [each for each in seen if _ready_s(each).shape == _ready_s(seen[-1]).shape]
+
+
+def _ready_s(measured: Observation) -> Floats:
+    assert measured.ready_s is not None
+    return measured.ready_s
 
 
 def _fitted(seen: Sequence[Observation]) -> Fit:
     """Learn from steps in their order, those of one split together."""
-    assert seen[0].ready_s is not None
-    fit = Fit.start(*seen[0].ready_s.shape)
+    fit = Fit.start(*_ready_s(seen[0]).shape)
     for start in range(0, len(seen), _WINDOW):
         fit, _ = fit.update(*seen[start : start + _WINDOW])
     return fit
-
-
-def _global_batch(record: Record) -> int:
-    changed = [row.change.global_batch for row in record.rows if row.change is not None]
-    return changed[-1] if changed else record.header.global_batch
 
 
 def _bounds(record: Record, batches: NDArray[np.int64]) -> Bounds:
@@ -186,8 +180,7 @@ def _since_last_change(
 
     Where too few follow, all of them, and what comes out is a mixture.
     """
-    assert seen[0].ready_s is not None
-    fit = Fit.start(*seen[0].ready_s.shape)
+    fit = Fit.start(*_ready_s(seen[0]).shape)
     begin, who = 0, ""
     for number in range(0, len(seen), SELDOM):
         fit, alarms = fit.update(*seen[number : number + SELDOM])
@@ -262,21 +255,18 @@ def _noise(seen: Sequence[Observation], fit: Fit) -> Noise:
     correlation = float(np.clip(products / squares, 0.0, 0.95)) if squares > 0 else 0.0
     ratios: list[Floats] = []
     for split in {each.split for each in seen}:
-        times = [e.ready_s[:, -1] for e in seen if e.split == split and e.ready_s is not None]
-        if len(times) >= _OF_A_SPLIT:
-            table = np.array(times)
+        table = np.array([_ready_s(each)[:, -1] for each in seen if each.split == split])
+        if len(table) >= _OF_A_SPLIT:
             ratios.append((table / np.median(table, axis=0)).ravel())
     every = np.concatenate(ratios) if ratios else np.ones(1)
     spikes = every[every > _SPIKE]
     calm = np.log(every[(every <= _SPIKE) & (every > 0)])
     cv = float(calm.std()) if ratios else float(np.sqrt(squares / max(count, 1.0)))
-    if not spikes.size:
-        return Noise(cv=cv, correlation=correlation)
     return Noise(
         cv=cv,
         correlation=correlation,
         spike_chance=float(spikes.size / every.size),
-        spike=float(np.median(spikes)),
+        spike=float(np.median(spikes)) if spikes.size else 1.0,
     )
 
 
@@ -297,13 +287,11 @@ def _update_s(record: Record) -> float:
     return served[-1].busy_s / sum(served[-1].updates)
 
 
-def _guessed(seen: Sequence[Observation], *, served: bool) -> list[str]:
-    """Return what the record does not show."""
+def _guessed(seen: Sequence[Observation], same: NDArray[np.intp], *, served: bool) -> list[str]:
+    """Return what the record does not show; some workers had the same local batch throughout."""
     sentences = []
-    batches = np.array([each.split for each in seen])
-    same = np.flatnonzero(batches.min(axis=0) == batches.max(axis=0))
     if same.size:
-        who = "every worker" if same.size == batches.shape[1] else f"worker {_listed(same)}"
+        who = "every worker" if same.size == len(seen[0].split) else f"worker {_listed(same)}"
         sentences.append(
             f"{who} had one local batch only, so how much of its time is fixed is a guess"
         )

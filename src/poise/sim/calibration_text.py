@@ -1,5 +1,6 @@
 """A scenario file from what a record says of its cluster."""
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,12 +38,11 @@ def scenario_text(found: Calibration, source: str) -> str:
         lines += [f"spike_chance = {noise.spike_chance:.5f}", f"spike = {noise.spike:.2f}"]
     bucket_s = found.model.bucket_s.tolist()
     if found.mode == "sync":
-        ready = np.linspace(0, 1, len(bucket_s) + 1)[1:].tolist()
-        shown = ", ".join(f"{part:.3f}" for part in ready[:-1])
+        parts = [f"{part:.3f}" for part in np.linspace(0, 1, len(bucket_s) + 1)[1:-1]]
         lines += [
             "",
             "[network]",
-            f"ready = [{shown}{', ' if shown else ''}1.0]  # workers have lines of their own",
+            f"ready = [{', '.join([*parts, '1.0'])}]  # workers have lines of their own",
             f"bucket_s = {_numbers(bucket_s)}",
         ]
     else:
@@ -84,5 +84,4 @@ def _numbers(values: Sequence[float]) -> str:
 
 
 def _text(words: str) -> str:
-    quoted = words.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{quoted}"'
+    return json.dumps(words, ensure_ascii=False)

@@ -53,9 +53,9 @@ class Cluster:
     """By how much computing is slower while a bucket is reduced: 0.2 means 1.2 times as slow."""
 
     @staticmethod
-    def of(truth: Truth, *, drag: float = 0.0) -> "Cluster":
+    def of(truth: Truth) -> "Cluster":
         """Return a cluster whose collectives take what the truth says, once all are there."""
-        return Cluster(truth, Together(truth.bucket_s), drag)
+        return Cluster(truth, Together(truth.bucket_s))
 
     @property
     def workers(self) -> int:
@@ -78,8 +78,7 @@ class Cluster:
             wait_s: how long each worker waits for input first; none by default.
         """
         batches = np.array(split, dtype=np.float64)
-        scale = np.broadcast_to(np.asarray(factor, dtype=np.float64), batches.shape)
-        ready = self.truth.ready_s(batches) * scale[:, None]
+        ready = self.truth.ready_s(batches) * np.reshape(factor, (-1, 1))
         wait = np.zeros(len(batches)) if wait_s is None else wait_s
         if self.drag:
             return self._dragged(ready, wait)
@@ -88,6 +87,11 @@ class Cluster:
             free = self.reduction.done_s(bucket, handed_over + wait, free)
             done.append(free)
         return Passage(ready, np.stack(done, axis=1), wait)
+
+    def usual_wait_s(self, split: Split, factor: Floats) -> Floats:
+        """Return how long workers wait for loaders that cannot keep up, once queues are empty."""
+        loading = self.truth.input_s * np.array(split)
+        return np.asarray(np.maximum(loading - self.passage(split, factor).lasts_s, 0.0))
 
     def step_s(self, split: Split) -> float:
         """Return the step time without noise, loaders that cannot keep up included."""

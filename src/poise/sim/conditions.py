@@ -12,7 +12,7 @@ import numpy as np
 from poise.core.timing import Flags, Floats, Ints
 from poise.errors import InvalidSetting
 from poise.sim.cluster import Cluster
-from poise.sim.scenario import MOVES, Drift, Event, Noise, Scenario
+from poise.sim.scenario import MOVES, SLOWER, Drift, Event, Noise, Scenario
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,22 +36,17 @@ class Scatter:
         self._noise = noise
         self._draw = np.random.default_rng(seed)
         self._level = self._draw.standard_normal(workers)
-        self._begun = False
 
     def next(self) -> Floats:
         """Return what each worker's times are multiplied by in the next step."""
         noise, workers = self._noise, len(self._level)
-        factor = np.ones(workers)
-        if noise.cv:
-            if self._begun:
-                kept = noise.correlation
-                fresh = self._draw.standard_normal(workers)
-                self._level = kept * self._level + math.sqrt(1 - kept**2) * fresh
-            self._begun = True
-            factor = np.exp(noise.cv * self._level - noise.cv**2 / 2)
+        factor = np.exp(noise.cv * self._level - noise.cv**2 / 2)
         if noise.spike_chance:
             struck = self._draw.random(workers) < noise.spike_chance
             factor = np.where(struck, factor * noise.spike, factor)
+        if noise.cv:
+            kept, fresh = noise.correlation, self._draw.standard_normal(workers)
+            self._level = kept * self._level + math.sqrt(1 - kept**2) * fresh
         return factor
 
 
@@ -117,25 +112,15 @@ class Conditions:
                 f"at step {step} the last worker is gone; let one stay, or another join before"
             )
         slowness, network, links, loaders = factors
-        self._moment = Moment(
-            present,
-            self._scenario.cluster_of(
-                present,
-                (self._wandering.slowness * slowness)[present],
-                network=float(network[0]),
-                links=links,
-                loaders=loaders,
-            ),
-            float(network[0]),
+        slower, network_slower = self._wandering.slowness * slowness, float(network[0])
+        cluster = self._scenario.cluster_of(
+            present, slower[present], network=network_slower, links=links, loaders=loaders
         )
-        if failed:
-            return replace(self._moment, failed=True)
-        return self._moment
+        self._moment = Moment(present, cluster, network_slower)
+        return replace(self._moment, failed=failed)
 
     def _begun(self, step: int, clock_s: float) -> bool:
         """Begin what is due; whether somebody failed."""
-        if not self._waiting:
-            return False
         due = [event for event in self._waiting if event.is_due(step, clock_s)]
         failed = False
         for event in due:
@@ -172,15 +157,9 @@ class Conditions:
     def _factors(self, step: int) -> tuple[Floats, ...]:
         """Return how many times as slow everything is: workers, network, links, loaders."""
         workers = len(self._there)
-        slower = {
-            "slower": np.ones(workers),
-            "slower_network": np.ones(1),
-            "slower_link": np.ones(workers),
-            "slower_loader": np.ones(workers),
-        }
+        slower = {what: np.ones(1 if what == "slower_network" else workers) for what in SLOWER}
         for begun, event in self._running:
-            over = event.for_steps is not None and step >= begun + event.for_steps
-            if over:
+            if event.for_steps is not None and step >= begun + event.for_steps:
                 continue
             part = 1.0 if not event.over_steps else min(1.0, (step - begun + 1) / event.over_steps)
             values = slower[event.what]

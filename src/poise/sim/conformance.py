@@ -7,14 +7,14 @@ Each law raises AssertionError with the reason if it is broken.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from poise.core.observation import Change, Observation
 from poise.core.plain import from_plain, to_json
-from poise.core.split import check_split, even_split
+from poise.core.split import Split, check_split, even_split
 from poise.core.timing import SpeedModel
 from poise.engine.bsp import Engine
 from poise.errors import InfeasibleSplit, InvalidSetting
@@ -44,31 +44,24 @@ def starts_with_a_whole_split(policy: Policy, workers: int, global_batch: int) -
 
 def decides_the_same_again(policy: Policy, workers: int, global_batch: int) -> None:
     """Equal states and events give equal decisions and states, and the old state stays."""
-    timetable, engine = Engine(policy, workers, global_batch).start()
-    for step in range(12):
-        event = _step(workers, step, timetable.at(step).split)
+    for step, (engine, event) in enumerate(_course(policy, workers, global_batch, steps=12)):
         before = to_json(engine.state)
         first, state = policy.update(engine.state, [event])
         second, again = policy.update(engine.state, [event])
         assert first == second, f"step {step} is decided differently the second time"
         assert to_json(state) == to_json(again), "states differ though nothing else does"
         assert to_json(engine.state) == before, "update changed the state it was given"
-        plan, engine = engine.update([event], step + 2)
-        timetable = timetable if plan is None else timetable.announce(plan)
 
 
 def survives_json(policy: Policy, workers: int, global_batch: int) -> None:
     """A state that went through JSON goes on as if it had not."""
-    timetable, engine = Engine(policy, workers, global_batch).start()
-    for step in range(60):
-        event = _step(workers, step, timetable.at(step).split, epoch=step // _EPOCH)
+    for step, (engine, event) in enumerate(_course(policy, workers, global_batch, steps=60)):
         saved = json.loads(to_json(engine.state))
         restored: Any = from_plain(policy.state_type, saved)
-        plan, engine = engine.update([event], step + 2)
+        plan, after = engine.update([event], step + 2)
         decision, state = policy.update(restored, [event])
         assert (plan and plan.split) == (decision and decision.split), f"step {step} differs"
-        assert to_json(state) == to_json(engine.state), "the restored state went another way"
-        timetable = timetable if plan is None else timetable.announce(plan)
+        assert to_json(state) == to_json(after.state), "the restored state went another way"
 
 
 def settles(policy: Policy, workers: int, global_batch: int) -> None:
@@ -101,20 +94,13 @@ def keeps_the_global_batch(policy: Policy, workers: int, global_batch: int) -> N
 
 def bears_silence(policy: Policy, workers: int, global_batch: int) -> None:
     """A worker that reports nothing for a while stops nothing."""
-    timetable, engine = Engine(policy, workers, global_batch).start()
-    for step in range(40):
-        quiet = step % 7 if step % 2 else workers
-        event = _step(workers, step, timetable.at(step).split, silent=quiet)
-        plan, engine = engine.update([event], step + 2)
-        timetable = timetable if plan is None else timetable.announce(plan)
+    for _ in _course(policy, workers, global_batch, steps=40, silence=True):
+        pass
 
 
 def follows_changes(policy: Policy, workers: int, global_batch: int) -> None:
     """Other workers, or another global batch, get a split at once, or a clear refusal."""
-    timetable, engine = Engine(policy, workers, global_batch).start()
-    for step in range(10):
-        plan, engine = engine.update([_step(workers, step, timetable.at(step).split)], step + 2)
-        timetable = timetable if plan is None else timetable.announce(plan)
+    *_, (engine, _) = _course(policy, workers, global_batch, steps=11)
     changes = [
         Change.of(workers, global_batch=2 * global_batch),
         Change.of(workers, global_batch=global_batch, joined=1),
@@ -150,15 +136,33 @@ def _truth(workers: int) -> SpeedModel:
     return SpeedModel.of(0.005 * lines, 0.002 * lines, [0.002, 0.001])
 
 
-def _step(
-    workers: int, step: int, split: tuple[int, ...], *, epoch: int = 0, silent: int | None = None
-) -> Observation:
+def _course(
+    policy: Policy, workers: int, global_batch: int, *, steps: int, silence: bool = False
+) -> Iterator[tuple[Engine, Observation]]:
+    """Train such workers; yield the engine before each step, and what it is told of the step.
+
+    Args:
+        policy: the rule that is tried.
+        workers: how many there are.
+        global_batch: samples per step.
+        steps: how many steps to take.
+        silence: whether one worker or another reports nothing in every second step.
+    """
+    timetable, engine = Engine(policy, workers, global_batch).start()
+    for step in range(steps):
+        silent = step % 7 if silence and step % 2 else None
+        event = _step(workers, step, timetable.at(step).split, silent)
+        yield engine, event
+        plan, engine = engine.update([event], step + 2)
+        timetable = timetable if plan is None else timetable.announce(plan)
+
+
+def _step(workers: int, step: int, split: Split, silent: int | None = None) -> Observation:
     """Return what such workers measure, with a scatter that depends on the step alone."""
     scatter = 1 + 0.05 * np.sin(1.7 * step + 2.3 * np.arange(workers))
-    if silent is not None and silent < workers:
-        scatter[silent] = np.nan
-    seen = observe(_truth(workers), step, epoch, split, np.nan_to_num(scatter, nan=1.0))
-    hidden = np.isnan(scatter)
+    hidden = np.array([worker == silent for worker in range(workers)])
+    epoch = step // _EPOCH
+    seen = observe(_truth(workers), step, epoch, split, np.where(hidden, 1.0, scatter))
     rows: dict[str, Any] = {
         name: np.where(hidden if values.ndim == 1 else hidden[:, None], np.nan, values)
         for name in ("ready_s", "done_s", "wait_s", "input_s")

@@ -19,40 +19,39 @@ _MOST_NUMBERS = 400_000
 class Lessons:
     """How far a training is, and the norms of its next gradient."""
 
-    def __init__(self, learning: Learning, seed: int) -> None:
+    def __init__(self, learning: Learning | None, seed: int) -> None:
         self._learning = learning
+        """None: nothing is said of it, and nothing counts."""
         self._draw = np.random.default_rng([seed, 4])
+        self._goal = None if learning is None else learning.target_samples
         self.effective_samples = 0.0
-
-    @property
-    def phi(self) -> float:
-        """The noise scale now."""
-        return self._learning.phi(self.effective_samples)
 
     @property
     def reached(self) -> bool:
         """Whether the goal is."""
-        goal = self._learning.target_samples
-        return goal is not None and self.effective_samples >= goal
+        return self._goal is not None and self.effective_samples >= self._goal
 
-    def worth(self, samples: float, global_batch: int) -> float:
-        """Return what some samples of a global batch teach, in samples of the start's."""
-        return samples * efficiency(self.phi, global_batch, self._learning.start_batch)
+    def taught(self, samples: float, global_batch: int, factor: float = 1.0) -> float:
+        """Count samples of a global batch by what they teach; return the part up to the goal.
 
-    def taught(self, effective_samples: float) -> float:
-        """Count what was learned; return the part of it up to the goal."""
-        before, goal = self.effective_samples, self._learning.target_samples
-        self.effective_samples += effective_samples
-        if goal is None or self.effective_samples <= goal:
+        A smaller step of the optimizer, by the factor, makes less of them.
+        """
+        if self._learning is None:
             return 1.0
-        return max(0.0, (goal - before) / effective_samples)
+        phi, before = self._learning.phi(self.effective_samples), self.effective_samples
+        worth = samples * efficiency(phi, global_batch, self._learning.start_batch) * factor
+        self.effective_samples += worth
+        if self._goal is None or self.effective_samples <= self._goal:
+            return 1.0
+        return max(0.0, (self._goal - before) / worth)
 
     def norms(self, batches: Floats) -> tuple[Floats, float]:
         """Return each worker's sums (see `poise.core.noise.GroupSums`) and the global norm."""
+        assert self._learning is not None
         workers = len(batches)
         dimensions = max(8, min(DIMENSIONS, _MOST_NUMBERS // workers))
         busy = np.maximum(batches, 1.0)
-        spread = np.sqrt(self.phi / dimensions / busy)
+        spread = np.sqrt(self._learning.phi(self.effective_samples) / dimensions / busy)
         gradients = self._draw.standard_normal((workers, dimensions)) * spread[:, None]
         gradients[:, 0] += 1.0
         whole = (batches[:, None] * gradients).sum(axis=0) / batches.sum()

@@ -141,7 +141,7 @@ def steps_of(
     return train(scenario, policy, recorder=recorder)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Totals:
     """Sums over steps, each counted by the steps it stands for."""
 
@@ -159,25 +159,23 @@ class Totals:
     lost_s: float = 0.0
     changes: int = 0
 
-    def plus(self, step: Step, prices: Floats) -> "Totals":
-        """Return the sums with one more step; prices are those of all workers, or none."""
+    def add(self, step: Step, prices: Floats) -> None:
+        """Add one more step; prices are those of all workers, or none."""
         weight = step.stands_for * step.part
         taken_s = step.lasts_s * weight
         alive_s = taken_s + step.lost_s
         price = float(prices[step.workers].sum()) if prices.size else 0.0
-        compared = not math.isnan(step.best_s)
-        return Totals(
-            steps=self.steps + weight,
-            samples=self.samples + step.samples * weight,
-            taken_s=self.taken_s + taken_s,
-            idle_s=self.idle_s + float(step.idle_s.mean()) * weight,
-            worker_s=self.worker_s + alive_s * len(step.workers),
-            money=self.money + price * alive_s / HOUR_S,
-            clean_s=self.clean_s + (step.clean_s * weight if compared else 0.0),
-            best_s=self.best_s + (step.best_s * weight if compared else 0.0),
-            lost_s=self.lost_s + step.lost_s,
-            changes=self.changes + (step.plan is not None),
-        )
+        self.steps += weight
+        self.samples += step.samples * weight
+        self.taken_s += taken_s
+        self.idle_s += float(step.idle_s.mean()) * weight
+        self.worker_s += alive_s * len(step.workers)
+        self.money += price * alive_s / HOUR_S
+        self.lost_s += step.lost_s
+        self.changes += step.plan is not None
+        if not math.isnan(step.best_s):
+            self.clean_s += step.clean_s * weight
+            self.best_s += step.best_s * weight
 
 
 class Tally:
@@ -196,7 +194,7 @@ class Tally:
 
     def add(self, step: Step) -> None:
         """Add one."""
-        self._totals = self._totals.plus(step, self._prices)
+        self._totals.add(step, self._prices)
         if not math.isnan(step.best_s):
             self._settle(step)
         self._last = [*self._last[1 - _SHOWN_STEPS :], step]
@@ -237,21 +235,18 @@ class Tally:
         )
 
     def _settle(self, step: Step) -> None:
-        near = step.clean_s <= step.best_s * 1.02 + 1e-12
-        if not near:
+        if step.clean_s > step.best_s * 1.02 + 1e-12:
             self._near_since = None
         elif self._near_since is None:
             self._near_since = step.number, step.begin_s
 
 
 def _point(step: Step) -> Point:
-    samples = step.samples
-    ideal = samples / step.best_s if step.best_s > 0 else math.nan
     return Point(
         step.number,
         step.end_s,
-        samples / step.lasts_s,
-        ideal,
+        step.samples / step.lasts_s,
+        step.samples / step.best_s if step.best_s > 0 else math.nan,
         step.workers,
         step.split,
         step.effective_samples,

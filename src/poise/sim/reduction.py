@@ -67,12 +67,8 @@ class Ring:
     def bucket_s(self) -> Floats:
         """Seconds that each bucket adds if all workers arrive together and then go on."""
         together = np.zeros(len(self.link_bytes_per_s))
-        return np.array(
-            [
-                float(self.done_s(bucket, together, together).max())
-                for bucket in range(len(self.bucket_bytes))
-            ]
-        )
+        buckets = range(len(self.bucket_bytes))
+        return np.array([self.done_s(bucket, together, together).max() for bucket in buckets])
 
     def done_s(self, bucket: int, arrivals: Floats, free: Floats) -> Floats:
         """Return when each worker has the sum."""

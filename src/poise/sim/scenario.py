@@ -1,6 +1,7 @@
 """Scenarios: a cluster that is only described, and what happens to it while it trains."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -8,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from poise.cluster_file import DeclaredCluster
-from poise.core.cluster import speed_model
+from poise.core.cluster import Worker, speed_model
 from poise.core.limits import UNLIMITED, Limits
 from poise.core.timing import Floats, Ints, SpeedModel
 from poise.engine.adaptation import Adaptation
@@ -23,6 +24,8 @@ from poise.sim.truth import Bend, Bent, Truth, slowed
 What = Literal[
     "slower", "slower_network", "slower_link", "slower_loader", "leaves", "fails", "joins"
 ]
+SLOWER: tuple[What, ...] = ("slower", "slower_network", "slower_link", "slower_loader")
+"""What takes longer."""
 MOVES: tuple[What, ...] = ("leaves", "fails", "joins")
 """What changes who is there."""
 
@@ -183,16 +186,7 @@ class Scenario:
 
         Memory is none of them: what does not fit at once takes several passes.
         """
-        workers = self.cluster.workers
-        return Limits.of(
-            len(workers),
-            min_batch=[worker.min_batch for worker in workers],
-            max_batch=[
-                UNLIMITED if worker.max_batch is None else worker.max_batch for worker in workers
-            ],
-            multiple_of=[worker.multiple_of for worker in workers],
-            names=self.names,
-        )
+        return Limits.of(self.workers, **_stated(self.cluster.workers), names=self.names)
 
     @property
     def epoch(self) -> int:
@@ -239,14 +233,14 @@ class Scenario:
         model = self.model if everyone else self.model.take(workers)
         model = slowed(model, slowness)
         bucket_s = np.array(self.cluster.network.among(self.workers, len(workers)).bucket_s)
-        loading = np.broadcast_to(np.asarray(loaders, dtype=np.float64), (self.workers,))[workers]
+        loading = np.broadcast_to(loaders, self.workers)[workers]
         model = replace(model, bucket_s=bucket_s * network, input_s=model.input_s * loading)
         truth: Truth = model
         if not self.bend.is_straight:
             truth = Bent(model, self.bend.take(workers))
         if self.ring is None:
             return Cluster(truth, Together(truth.bucket_s), self.drag)
-        slower = np.broadcast_to(np.asarray(links, dtype=np.float64), (self.workers,)) * network
+        slower = np.broadcast_to(links, self.workers) * network
         ring = replace(self.ring, link_bytes_per_s=self.ring.link_bytes_per_s / slower)
         return Cluster(truth, ring.take(workers), self.drag)
 
@@ -282,19 +276,15 @@ class Scenario:
     @cached_property
     def bounds(self) -> Bounds:
         """What a user states for the workers that are there at the start."""
-        workers = [self.cluster.workers[worker] for worker in self.first]
-        min_batch = _alike([worker.min_batch for worker in workers])
-        multiple_of = _alike([worker.multiple_of for worker in workers])
-        most = _alike([worker.max_batch or UNLIMITED for worker in workers])
-        max_batch = None if most == UNLIMITED else most
-        if self.changes_members and any(
-            isinstance(each, tuple) for each in (min_batch, max_batch, multiple_of)
-        ):
+        stated = _stated([self.cluster.workers[worker] for worker in self.first])
+        different = {key: tuple(values) for key, values in stated.items() if len(set(values)) > 1}
+        if self.changes_members and different:
             raise InvalidSetting(
                 "workers come and go, and have different min_batch, max_batch or multiple_of; "
                 "give all of them the same, since a policy knows bounds by a worker's place"
             )
-        return Bounds(min_batch=min_batch, max_batch=max_batch, multiple_of=multiple_of)
+        bounds = Bounds(**{key: values[0] for key, values in stated.items()} | different)
+        return replace(bounds, max_batch=None) if bounds.max_batch == UNLIMITED else bounds
 
     @property
     def changes_members(self) -> bool:
@@ -308,6 +298,11 @@ class Scenario:
         return bool(self.events or self.drift.per_step) or self.changes_members
 
 
-def _alike(values: list[int]) -> int | tuple[int, ...]:
-    """Return the one number that all have, or all of them."""
-    return values[0] if len(set(values)) == 1 else tuple(values)
+def _stated(workers: Sequence[Worker]) -> dict[str, list[int]]:
+    """Return the bounds that workers state, by their names in `Limits` and `Bounds`."""
+    most = [worker.max_batch for worker in workers]
+    return {
+        "min_batch": [worker.min_batch for worker in workers],
+        "max_batch": [UNLIMITED if each is None else each for each in most],
+        "multiple_of": [worker.multiple_of for worker in workers],
+    }

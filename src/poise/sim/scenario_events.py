@@ -1,115 +1,102 @@
 """The tables [[event]] and [[walk]] of a scenario: what happens, when, and to whom."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poise.errors import InvalidSetting
+from poise.cluster_file import DeclaredCluster
 from poise.numbers import is_number
-from poise.sim.scenario import MOVES, Event, What
-from poise.sim.scenario_keys import Keys
-from poise.toml_file import nearest
+from poise.sim.scenario import MOVES, SLOWER, Event
+from poise.toml_file import Table, Toml, nearest
 
-_SLOWER: tuple[What, ...] = ("slower", "slower_network", "slower_link", "slower_loader")
+_WHAT = (*SLOWER, *MOVES)
 _EVENT = ("at_step", "at_s", "worker", "over_steps", "for_steps")
 _WALK = ("at_step", "at_s", "speeds")
 _EVERYONE = "all"
+_MOST_LISTED = 50
+"""Names that an error lists; of more, those of the kinds alone."""
 
 
-def declared_events(keys: Keys, steps: int) -> tuple[Event, ...]:
+def declared_events(toml: Toml, cluster: DeclaredCluster, steps: int) -> tuple[Event, ...]:
     """Return all that happens within so many steps, in its order: by step, then by time."""
-    names = {worker.name: number for number, worker in enumerate(keys.cluster.workers)}
-    happening, walks = (range(1, len(keys.toml.array(name)) + 1) for name in ("event", "walk"))
-    events = [_event(keys, steps, names, number) for number in happening]
-    events += [_walk(keys, steps, number) for number in walks]
-    by_step = sorted((e for e in events if e.at_step is not None), key=lambda e: e.at_step or 0)
-    by_time = sorted((e for e in events if e.at_step is None), key=lambda e: e.at_s or 0.0)
-    return (*by_step, *by_time)
+    kinds = {kind.name: kind.workers for kind in cluster.kinds}
+    names = {worker.name: [number] for number, worker in enumerate(cluster.workers)}
+    everyone = range(len(cluster.workers))
+    groups = {**kinds, **names, _EVERYONE: everyone}
+    hinted = [*kinds, *(name for name in names if name not in kinds)]
+    hinted = hinted if len(hinted) < _MOST_LISTED else list(kinds)
+    events = [_event(table, steps, groups, hinted) for table in toml.array("event")]
+    events += [_walk(table, steps, everyone) for table in toml.array("walk")]
+    return tuple(sorted(events, key=lambda e: (e.at_step is None, e.at_step or 0, e.at_s or 0.0)))
 
 
-def _event(keys: Keys, steps: int, names: Mapping[str, int], number: int) -> Event:
-    toml = keys.toml
-    toml.check_keys((*_EVENT, *_SLOWER, *MOVES), "event", number)
-    table = toml.table("event", number)
-    what = [each for each in (*_SLOWER, *MOVES) if each in table]
+def _event(
+    table: Table, steps: int, groups: Mapping[str, Sequence[int]], hinted: list[str]
+) -> Event:
+    table.check_keys((*_EVENT, *_WHAT))
+    what = [each for each in _WHAT if each in table.values]
     if len(what) != 1:
-        raise InvalidSetting(
-            f"{toml.where('event', number)} needs one of {', '.join((*_SLOWER, *MOVES))}; "
-            "say what happens"
-        )
+        raise table.wrong("", f"needs one of {', '.join(_WHAT)}; say what happens")
     (kind,) = what
-    when = _when(keys, steps, "event", number)
-    workers = () if kind == "slower_network" else _concerned(keys, names, number)
+    when = _when(table, steps)
+    workers = () if kind == "slower_network" else _concerned(table, groups, hinted)
     if kind in MOVES:
-        if table[kind] is not True:
-            raise keys.toml.refused("event", number, kind, "true, or leave it out")
+        if table.values[kind] is not True:
+            raise table.refused(kind, "true, or leave it out")
         for key in ("over_steps", "for_steps"):
-            if key in table:
-                raise keys.toml.refused("event", number, key, f"it to what gets slower, no {kind}")
+            if key in table.values:
+                raise table.refused(key, f"it to what gets slower, no {kind}")
         return Event(what=kind, workers=workers, **when)
-    factor = keys.number(kind, 1.0, "event", number, least=1e-6, most=1e6)
+    factor = table.number(kind, 1.0, least=1e-6, most=1e6)
     return Event(
         what=kind,
         workers=workers,
         factors=(factor,) * max(1, len(workers)),
-        over_steps=keys.whole("over_steps", 0, "event", number),
-        for_steps=keys.whole("for_steps", None, "event", number, least=1),
+        over_steps=table.whole("over_steps", 0),
+        for_steps=table.whole("for_steps", None, least=1),
         **when,
     )
 
 
-def _walk(keys: Keys, steps: int, number: int) -> Event:
-    toml = keys.toml
-    toml.check_keys(_WALK, "walk", number)
-    found, workers = toml.table("walk", number).get("speeds"), len(keys.cluster.workers)
+def _walk(table: Table, steps: int, everyone: range) -> Event:
+    table.check_keys(_WALK)
+    found = table.values.get("speeds")
     speeds = found if isinstance(found, list) else []
     allowed = all(is_number(each) and 1e-6 <= each <= 1e6 for each in speeds)  # noqa: PLR2004
-    if len(speeds) != workers or not allowed:
-        raise keys.toml.refused(
-            "walk", number, "speeds", f"{workers} numbers above 0: 1 is as fast as declared"
-        )
-    when = _when(keys, steps, "walk", number)
+    if len(speeds) != len(everyone) or not allowed:
+        raise table.refused("speeds", f"{len(everyone)} numbers above 0: 1 is as fast as declared")
+    when = _when(table, steps)
     factors = tuple(1 / speed for speed in speeds)
-    return Event(what="slower", workers=tuple(range(workers)), factors=factors, **when)
+    return Event(what="slower", workers=tuple(everyone), factors=factors, **when)
 
 
-def _when(keys: Keys, steps: int, table: str, number: int) -> dict[str, Any]:
-    toml = keys.toml
-    found = toml.table(table, number)
-    if ("at_step" in found) == ("at_s" in found):
-        where = toml.where(table, number)
-        raise InvalidSetting(f"{where} needs one of at_step and at_s; say when it happens")
-    if "at_s" in found:
-        return {"at_s": keys.number("at_s", 0.0, table, number)}
-    step = keys.whole("at_step", 0, table, number)
+def _when(table: Table, steps: int) -> dict[str, Any]:
+    if ("at_step" in table.values) == ("at_s" in table.values):
+        raise table.wrong("", "needs one of at_step and at_s; say when it happens")
+    if "at_s" in table.values:
+        return {"at_s": table.number("at_s", 0.0)}
+    step = table.whole("at_step", 0)
     if step >= steps:
-        where = toml.where(table, number, "at_step")
-        raise InvalidSetting(
-            f"{where} has at_step={step}, beyond the end: there are {steps} steps; "
-            "give an earlier one, or raise steps"
+        raise table.wrong(
+            "at_step",
+            f"has at_step={step}, beyond the end: there are {steps} steps; give an earlier one, "
+            "or raise steps",
         )
     return {"at_step": step}
 
 
-def _concerned(keys: Keys, names: Mapping[str, int], number: int) -> tuple[int, ...]:
+def _concerned(
+    table: Table, groups: Mapping[str, Sequence[int]], hinted: list[str]
+) -> tuple[int, ...]:
     """Return the workers of a name, a kind, or a list of these."""
-    found = keys.toml.table("event", number).get("worker", _EVERYONE)
-    where = keys.toml.where("event", number, "worker")
-    words = found if isinstance(found, list) else [found]
-    kinds = {kind.name: kind.workers for kind in keys.cluster.kinds}
+    found = table.values.get("worker", _EVERYONE)
     workers: list[int] = []
-    for word in words:
+    for word in found if isinstance(found, list) else [found]:
         if not isinstance(word, str):
-            raise keys.toml.refused("event", number, "worker", "a name, or a list of names")
-        if word == _EVERYONE:
-            workers += names.values()
-        elif word in names:
-            workers.append(names[word])
-        elif word in kinds:
-            workers += kinds[word]
-        else:
-            known = [*kinds, *(name for name in names if name not in kinds)]
-            hint = nearest(str(word), known if len(known) < 50 else list(kinds))  # noqa: PLR2004
-            raise InvalidSetting(f"{where} has worker={word!r}, who is not there; {hint}")
+            raise table.refused("worker", "a name, or a list of names")
+        if word not in groups:
+            hint = nearest(word, hinted)
+            raise table.wrong("worker", f"has worker={word!r}, who is not there; {hint}")
+        workers += groups[word]
     if not workers:
-        raise keys.toml.refused("event", number, "worker", "a name, or leave it out for all")
+        raise table.refused("worker", "a name, or leave it out for all")
     return tuple(dict.fromkeys(workers))

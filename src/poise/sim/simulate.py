@@ -90,8 +90,7 @@ def observe(truth: Truth, step: int, epoch: int, split: Split, factor: Floats) -
     A worker whose loader cannot keep up waits for input until its step is as long as loading.
     """
     cluster = Cluster.of(truth)
-    loading = truth.input_s * np.array(split)
-    wait = np.maximum(loading - cluster.passage(split, factor).lasts_s, 0.0)
+    wait = cluster.usual_wait_s(split, factor)
     passage = cluster.passage(split, factor, wait)
     return Observation(
         step,

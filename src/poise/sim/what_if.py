@@ -32,22 +32,23 @@ class WhatIf:
         tables = dict(toml.tables)
         if self.more:
             tables["worker"] = self._workers(toml)
-            if toml.array("walk"):
-                where = toml.where("walk", 1)
-                raise InvalidSetting(
-                    f"{where} has one speed per worker, and --more adds some; add them to the "
-                    "file, with their speeds"
+            walks = toml.array("walk")
+            if walks:
+                raise walks[0].wrong(
+                    "",
+                    "has one speed per worker, and --more adds some; add them to the file, with "
+                    "their speeds",
                 )
         network = self._network(toml, tables)
         if network:
             tables["network"] = network
-        server = dict(toml.table("server"))
+        server = dict(toml.table("server").values)
         if "exchange_s" in server:
             tables["server"] = {**server, "exchange_s": server["exchange_s"] / self.network}
         return replace(toml, tables=tables)
 
     def _workers(self, toml: Toml) -> list[Mapping[str, Any]]:
-        workers = list(toml.array("worker"))
+        workers = [table.values for table in toml.array("worker")]
         names = [str(table.get("name", "")) for table in workers]
         for name, count in self.more:
             if name not in names or not name:
@@ -63,11 +64,11 @@ class WhatIf:
 
     def _network(self, toml: Toml, tables: Mapping[str, Any]) -> dict[str, Any]:
         """Return the network of the larger group: a ring sends (n - 1) / n of all bytes twice."""
-        network = dict(toml.table("network"))
+        network = dict(toml.table("network").values)
         if "bucket_s" in network:
             before, now = _count(toml.tables), _count(tables)
-            bucket_s = Network(bucket_s=tuple(network["bucket_s"]), ready=_ready(network))
-            times = bucket_s.among(before, now).bucket_s
+            plain = {key: network[key] for key in ("ready", "bucket_s") if key in network}
+            times = Network(**plain).among(before, now).bucket_s
             network["bucket_s"] = [seconds / self.network for seconds in times]
         elif "bucket_bytes" in network:
             sizes, latency_s = network["bucket_bytes"], network.get("latency_s", 0.0)
@@ -78,7 +79,3 @@ class WhatIf:
 
 def _count(tables: Mapping[str, Any]) -> int:
     return sum(int(table.get("count", 1)) for table in tables["worker"])
-
-
-def _ready(network: Mapping[str, Any]) -> tuple[float, ...]:
-    return tuple(network.get("ready", (1.0,)))
