@@ -5,7 +5,6 @@ when training is prepared, which is when the first DistributedDataParallel is bu
 step. PACE is `-` or the seconds per sample and fixed seconds, with a comma.
 """
 
-import functools
 import socket
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from poise.lab.line import Line
 from poise.lab.pacing import Pacer
+from poise.patching import Patch, followed, patched, preceded
 from poise.runtime.events import Events, HandedOut, Prepared
 from poise.runtime.instruments import Instrument, instrumented
 from poise.script import own_frames, run
@@ -32,36 +32,31 @@ class TrainingWatch:
         self._pacer = pacer
         self._built = False
 
-    def look_at_ddp(self) -> None:
-        """See every DistributedDataParallel of this process."""
+    def patches(self) -> list[Patch]:
+        """Return what shows every DistributedDataParallel of this process."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        build: Any = DistributedDataParallel.__init__
-        forward: Any = DistributedDataParallel.forward
-
-        @functools.wraps(build)
-        def watched_build(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            build(ddp, *args, **kwargs)
-            if self._pacer is not None:
-                self._pacer.attach(ddp)
-            if not self._built:
-                self._built = True
-                self._line.prepared()
-
-        @functools.wraps(forward)
-        def watched_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        def called(ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
             if ddp.training and torch.is_grad_enabled():
                 self._line.step()
-            return forward(ddp, *args, **kwargs)
 
-        setattr(DistributedDataParallel, "__init__", watched_build)  # noqa: B010 (mypy forbids =)
-        setattr(DistributedDataParallel, "forward", watched_forward)  # noqa: B010 (the same)
+        return [
+            (DistributedDataParallel, "__init__", followed(self._built_ddp)),
+            (DistributedDataParallel, "forward", preceded(called)),
+        ]
 
     def listen(self, events: Events) -> None:
         """Hear of trainings without DistributedDataParallel."""
         events.on(Prepared, self._prepared)
         events.on(HandedOut, self._handed_out)
+
+    def _built_ddp(self, ddp: Any, *_: Any, **__: Any) -> None:
+        if self._pacer is not None:
+            self._pacer.attach(ddp)
+        if not self._built:
+            self._built = True
+            self._line.prepared()
 
     def _prepared(self, event: Prepared) -> None:
         if not self._built and event.models:  # a server computes nothing, and is not throttled
@@ -85,9 +80,8 @@ def main(arguments: Sequence[str]) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # both are text files
     _show_own_frames_only()  # before torch keeps the hook that it finds
     watch = TrainingWatch(line, pacer)
-    if find_spec("torch") is not None:
-        watch.look_at_ddp()
-    with instrumented(Instrument(listen=watch.listen)):
+    patches = watch.patches() if find_spec("torch") is not None else []
+    with patched(patches), instrumented(Instrument(listen=watch.listen)):
         run(script)
 
 
