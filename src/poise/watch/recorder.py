@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,15 @@ the second if the graph is static, and workers meet while it does."""
 
 @dataclass
 class _Step:
-    """What is known of the step under way."""
+    """What is known of a step: the one under way, or one that has ended.
 
+    The stamps of the latter may still lie in the future of an accelerator.
+    """
+
+    number: int = 0
+    begin: Any = None
+    """When the reduction before it ended; nothing of the first step."""
+    end: Any = None
     batch: int = 0
     """Samples of the backwards before the present one, which were not reduced."""
     forward_batch: int = 0
@@ -40,16 +47,6 @@ class _Step:
         self.forward_batch = self.eval_batch = 0
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """A step whose stamps may still lie in the future of an accelerator."""
-
-    number: int
-    begin: Any
-    end: Any
-    step: _Step
-
-
 class Recorder:
     """Is told what happens, in the order in which it happens on this worker."""
 
@@ -64,16 +61,14 @@ class Recorder:
         self._clock = clock
         self.last_number = None if steps is None else FIRST_STEPS + steps - 1
         """The last step to record; None: there is none."""
-        self._number = 0
-        self._begin: Any = None
         self._step = _Step()
-        self._ended: deque[_Ended] = deque()
+        self._ended: deque[_Step] = deque()
         self._inside = False
 
     @property
     def complete(self) -> bool:
         """Whether all steps asked for are recorded."""
-        return self.last_number is not None and self._number > self.last_number
+        return self.last_number is not None and self._step.number > self.last_number
 
     def forward(self, batch: int, *, training: bool, grad: bool, reduced: bool) -> None:
         """The model is called with so many samples; its backward will be reduced or not."""
@@ -112,25 +107,19 @@ class Recorder:
         step.end_backward()
         if not step.reduced:
             return
-        end = self.timer.mark()
-        counts = self._number >= FIRST_STEPS and not (self.complete or step.disturbed)
-        if counts and self._begin is not None:
-            self._ended.append(_Ended(self._number, self._begin, end, step))
-        self._begin, self._step = end, _Step()
-        self._number += 1
+        step.end = self.timer.mark()
+        if step.number >= FIRST_STEPS and not (self.complete or step.disturbed):
+            self._ended.append(step)
+        self._step = _Step(step.number + 1, begin=step.end)
 
-    @contextmanager
-    def loading(self, *, prefetched: bool) -> Iterator[None]:
+    def loading(self, *, prefetched: bool) -> AbstractContextManager[None]:
         """Time that is spent in a data loader."""
-        self._step.prefetched = self._step.prefetched or prefetched
-        with self._timed("input_s"):
-            yield
+        self._step.prefetched |= prefetched
+        return self._timed("input_s")
 
-    @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def meeting(self) -> AbstractContextManager[None]:
         """Time that is spent in an exchange with other workers, outside of the reduction."""
-        with self._timed("sync_s"):
-            yield
+        return self._timed("sync_s")
 
     def take(self) -> list[Row]:
         """Return the rows that are new."""
@@ -153,17 +142,16 @@ class Recorder:
             self._inside = False
             setattr(step, name, getattr(step, name) + self._clock() - begin)
 
-    def _row(self, ended: _Ended) -> Row:
-        step, timer = ended.step, self.timer
-        local = ended.end if step.local is None else step.local
-        until_local_s = timer.between_s(ended.begin, local)
+    def _row(self, step: _Step) -> Row:
+        local = step.end if step.local is None else step.local
+        until_local_s = self.timer.between_s(step.begin, local)
         return Row(
-            step=ended.number,
+            step=step.number,
             batch=step.batch,
             local_s=max(until_local_s - step.input_s - step.sync_s, 0.0),
             input_s=step.input_s,
             sync_s=step.sync_s,
-            end_s=timer.between_s(ended.begin, ended.end),
+            end_s=self.timer.between_s(step.begin, step.end),
             prefetched=step.prefetched,
             evaluated=step.evaluated,
         )
