@@ -3,12 +3,19 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 Call = Callable[..., Any]
 Wrap = Callable[[Call], Call]
-Patch = tuple[Any, str, Wrap]
-"""Whose call is replaced, its name, and what makes the new call out of the old one."""
+
+
+class Patch(NamedTuple):
+    """One call to replace."""
+
+    owner: Any
+    name: str
+    wrap: Wrap
+    """Makes the new call out of the old one."""
 
 
 @contextmanager

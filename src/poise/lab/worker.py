@@ -42,8 +42,8 @@ class TrainingWatch:
                 self._line.step()
 
         return [
-            (DistributedDataParallel, "__init__", followed(self._built_ddp)),
-            (DistributedDataParallel, "forward", preceded(called)),
+            Patch(DistributedDataParallel, "__init__", followed(self._built_ddp)),
+            Patch(DistributedDataParallel, "forward", preceded(called)),
         ]
 
     def listen(self, events: Events) -> None:

@@ -43,10 +43,10 @@ def watching(observer: Observer, variant: Variant) -> Iterator[None]:
         if is_enabled(autocast):
             observer.autocast()
 
-    patches: list[Patch] = [(torch.autocast, "__enter__", preceded(entering))]
+    patches = [Patch(torch.autocast, "__enter__", preceded(entering))]
     if variant.stilled:
-        patches += [(nn.functional, name, lambda _: _unchanged) for name in _DROPOUTS]
-        patches.append((nn.functional, "scaled_dot_product_attention", _without_dropout))
+        patches += [Patch(nn.functional, name, lambda _: _unchanged) for name in _DROPOUTS]
+        patches.append(Patch(nn.functional, "scaled_dot_product_attention", _without_dropout))
     instrument = Instrument(listen=observer.listen, settings=settings)
     with patched(patches), instrumented(instrument):
         yield

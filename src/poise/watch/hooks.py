@@ -53,16 +53,16 @@ def watching(recorder: Recorder, monitor: Monitor | None = None) -> Iterator[Non
     calls = _Calls(recorder, monitor)
     meeting = _timed(lambda *_: recorder.meeting())
     loading = _timed(lambda loader: recorder.loading(prefetched=loader_processes(loader) > 0))
-    patches: list[Patch] = [
-        (DistributedDataParallel, "__init__", followed(calls.made)),
-        (DistributedDataParallel, "forward", preceded(calls.running)),
-        (torch, "compile", preceded(calls.compiling)),
-        (DistributedDataParallel, "train", preceded(calls.switching)),
-        (DistributedDataParallel, BUFFER_BROADCAST, meeting),
-        (LoaderIterator, "__next__", loading),
-        (DataLoader, "__iter__", loading),
-        *((dist, name, meeting) for name in _MEETINGS),
-        (dist, "destroy_process_group", preceded(calls.destroying)),
+    patches = [
+        Patch(DistributedDataParallel, "__init__", followed(calls.made)),
+        Patch(DistributedDataParallel, "forward", preceded(calls.running)),
+        Patch(torch, "compile", preceded(calls.compiling)),
+        Patch(DistributedDataParallel, "train", preceded(calls.switching)),
+        Patch(DistributedDataParallel, BUFFER_BROADCAST, meeting),
+        Patch(LoaderIterator, "__next__", loading),
+        Patch(DataLoader, "__iter__", loading),
+        *(Patch(dist, name, meeting) for name in _MEETINGS),
+        Patch(dist, "destroy_process_group", preceded(calls.destroying)),
     ]
     with patched(patches):
         yield

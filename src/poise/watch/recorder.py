@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from poise.runtime.clocks import Clock, HostClock
@@ -17,15 +17,11 @@ the second if the graph is static, and workers meet while it does."""
 
 @dataclass
 class _Step:
-    """What is known of a step: the one under way, or one that has ended.
-
-    The stamps of the latter may still lie in the future of an accelerator.
-    """
+    """What is known of a step."""
 
     number: int = 0
     begin: Any = None
     """When the reduction before it ended; nothing of the first step."""
-    end: Any = None
     batch: int = 0
     """Samples of the backwards before the present one, which were not reduced."""
     forward_batch: int = 0
@@ -35,8 +31,7 @@ class _Step:
     reduced: bool = False
     """Whether this backward ends in a reduction."""
     local: Any = None
-    input_s: float = 0.0
-    sync_s: float = 0.0
+    spent_s: dict[str, float] = field(default_factory=lambda: {"input": 0.0, "sync": 0.0})
     prefetched: bool = False
     evaluated: bool = False
     disturbed: bool = False
@@ -62,7 +57,8 @@ class Recorder:
         self.last_number = None if steps is None else FIRST_STEPS + steps - 1
         """The last step to record; None: there is none."""
         self._step = _Step()
-        self._ended: deque[_Step] = deque()
+        self._ended: deque[tuple[_Step, Any]] = deque()
+        """Steps with stamps of their ends, which may still lie in the future of an accelerator."""
         self._inside = False
 
     @property
@@ -107,29 +103,29 @@ class Recorder:
         step.end_backward()
         if not step.reduced:
             return
-        step.end = self.timer.mark()
+        end = self.timer.mark()
         if step.number >= FIRST_STEPS and not (self.complete or step.disturbed):
-            self._ended.append(step)
-        self._step = _Step(step.number + 1, begin=step.end)
+            self._ended.append((step, end))
+        self._step = _Step(step.number + 1, begin=end)
 
     def loading(self, *, prefetched: bool) -> AbstractContextManager[None]:
         """Time that is spent in a data loader."""
         self._step.prefetched |= prefetched
-        return self._timed("input_s")
+        return self._timed("input")
 
     def meeting(self) -> AbstractContextManager[None]:
         """Time that is spent in an exchange with other workers, outside of the reduction."""
-        return self._timed("sync_s")
+        return self._timed("sync")
 
     def take(self) -> list[Row]:
         """Return the rows that are new."""
         rows = []
-        while self._ended and self.timer.passed(self._ended[0].end):
-            rows.append(self._row(self._ended.popleft()))
+        while self._ended and self.timer.passed(self._ended[0][1]):
+            rows.append(self._row(*self._ended.popleft()))
         return rows
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, kind: str) -> Iterator[None]:
         """Add the time of the block, unless it is inside another one."""
         if self._inside:
             yield
@@ -140,18 +136,19 @@ class Recorder:
             yield
         finally:
             self._inside = False
-            setattr(step, name, getattr(step, name) + self._clock() - begin)
+            step.spent_s[kind] += self._clock() - begin
 
-    def _row(self, step: _Step) -> Row:
-        local = step.end if step.local is None else step.local
+    def _row(self, step: _Step, end: Any) -> Row:
+        local = end if step.local is None else step.local
         until_local_s = self.timer.between_s(step.begin, local)
+        input_s, sync_s = step.spent_s["input"], step.spent_s["sync"]
         return Row(
             step=step.number,
             batch=step.batch,
-            local_s=max(until_local_s - step.input_s - step.sync_s, 0.0),
-            input_s=step.input_s,
-            sync_s=step.sync_s,
-            end_s=self.timer.between_s(step.begin, step.end),
+            local_s=max(until_local_s - input_s - sync_s, 0.0),
+            input_s=input_s,
+            sync_s=sync_s,
+            end_s=self.timer.between_s(step.begin, end),
             prefetched=step.prefetched,
             evaluated=step.evaluated,
         )
