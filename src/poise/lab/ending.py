@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from poise.lab.crew import Crew
-from poise.lab.member import Member
+from poise.lab.crew import Crew, Member
 from poise.lab.processes import how_ended
 
 _GRACE_S = 5.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import RLock
 
 from poise.errors import InvalidSetting
-from poise.lab.member import Member
+from poise.lab.crew import Member
 from poise.lab.speeds import checked_speeds, shown
 from poise.lab.throttle import Throttling
 from poise.lab.walk import Walk
@@ -49,7 +49,7 @@ class SpeedControl:
         if member.throttle is not None:
             return
         with self._lock, suppress(ProcessLookupError):  # it has ended, which is seen elsewhere
-            member.throttle = begin(worker, member.process, member.end, self.speeds[worker])
+            member.throttle = begin(worker, member, self.speeds[worker])
             if sum(each.throttle is not None for each in self.members) == len(self.speeds):
                 self._throttled_at_s = time.monotonic()
 
