@@ -49,12 +49,6 @@ class Member:
         with suppress(OSError):
             self.end.shutdown(socket.SHUT_RDWR)
 
-    def lift(self) -> None:
-        """Let it run as fast as it can, for good."""
-        if self.throttle is not None:
-            with suppress(OSError):
-                self.throttle.lift()
-
     def close(self, limit_s: float) -> None:
         """Let go of a process that has ended."""
         with suppress(TimeoutExpired):

@@ -67,7 +67,9 @@ class SpeedControl:
     def lift(self) -> None:
         """Let all workers run as fast as they can, for good."""
         for member in self.members:
-            member.lift()
+            if member.throttle is not None:
+                with suppress(OSError):
+                    member.throttle.lift()
 
     def _elapsed_s(self) -> float:
         """Seconds since all workers are throttled; less than 0 before."""
