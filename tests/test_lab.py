@@ -22,16 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 from poise.cli.main import main
 from poise.errors import InvalidSetting, OutOfOrder
 from poise.lab import Change, Lab, Pace, Pacer, Quota, Walk
-from poise.lab.duty_cycle import DutyCycle
+from poise.lab.crew import Member
 from poise.lab.leftovers import clear, is_stale, lab_name, members, stale_belongings, start_time
 from poise.lab.line import PREPARED, STEP, Line
 from poise.lab.listener import Listener
-from poise.lab.member import Member
 from poise.lab.network import parse_link
 from poise.lab.output import Output
 from poise.lab.pacing import parse_pace
 from poise.lab.quota import make_parent, places
 from poise.lab.speeds import parse_speeds
+from poise.lab.throttle import DutyCycle
 from poise.lab.walk import declared_walk, read_walk
 from poise.toml_file import Toml
 from tests.cluster import Workers
@@ -449,7 +449,7 @@ from poise.lab.quota import make_parent, places
 
 guard, name = Guard(), lab_name(0)
 for place in places():
-    guard.watch_group(str(place / name))
+    guard.watch("groups", str(place / name))
 parent = make_parent(name)
 worker = [sys.executable, "-c", sys.argv[1]]
 process = subprocess.Popen(worker, stdout=subprocess.PIPE, start_new_session=True)

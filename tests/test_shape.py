@@ -91,9 +91,9 @@ def test_no_class_of_ours_is_patched_and_no_private_is_read_across_packages() ->
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
                 if theirs != package and [each for each in private if not each.startswith("__")]:
                     wrong.append(f"{name} imports {private}")
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "replaced"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "Patch"):
                 owner = ast.unparse(node.args[0]).split(".")[0] if node.args else ""
-                if owner in imported:
+                if owner in imported - {"LoaderIterator"}:  # which is torch's own
                     wrong.append(f"{name} replaces something of {owner}")
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 hidden = node.attr.startswith("_") and not node.attr.startswith("__")

@@ -1,8 +1,59 @@
 """The processes of a lab: its workers, and their server if there is one."""
 
+import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
+from subprocess import Popen, TimeoutExpired
+from typing import Protocol
 
-from poise.lab.member import Member
+from poise.lab.line import GO, PREPARED, STEP
+
+
+class Throttle(Protocol):
+    """Keeps one worker at a speed that can be changed at any time."""
+
+    def set_speed(self, speed: float) -> None:
+        """Change the speed."""
+
+    def lift(self) -> None:
+        """Let the worker run as fast as it can, for good."""
+
+
+@dataclass
+class Member:
+    """A worker's process and what is known of it."""
+
+    process: "Popen[str]"
+    end: socket.socket
+    """The lab's end of the line between them."""
+    throttle: Throttle | None = None
+    steps: int = 0
+    """How many training steps it has begun."""
+
+    def let_go(self) -> None:
+        """Let it go on; it waits for this before it does anything, and when it is prepared."""
+        with suppress(BrokenPipeError):  # it has ended, which is seen elsewhere
+            self.end.send(GO)
+
+    def hear(self) -> tuple[bool, bool]:
+        """Take in what it says; return whether it is there, and whether it is prepared now."""
+        try:
+            heard = self.end.recv(65536)
+        except ConnectionError:
+            return False, False
+        self.steps += heard.count(STEP)
+        return bool(heard), PREPARED in heard
+
+    def leave(self) -> None:
+        """Hang up; it ends as soon as it notices."""
+        with suppress(OSError):
+            self.end.shutdown(socket.SHUT_RDWR)
+
+    def close(self, limit_s: float) -> None:
+        """Let go of a process that has ended."""
+        with suppress(TimeoutExpired):
+            self.process.wait(limit_s)
+        self.end.close()
 
 
 @dataclass

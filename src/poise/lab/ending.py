@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from poise.lab.crew import Crew
-from poise.lab.member import Member
+from poise.lab.crew import Crew, Member
 from poise.lab.processes import how_ended
 
 _GRACE_S = 5.0
@@ -73,17 +72,14 @@ class Ending:
         if code:
             self.say(f"the server ended with {how_ended(code)}")
         self.lift()
-        self._wait_for_workers(failing=code != 0)
-        return _as_exit_code(code)
-
-    def _wait_for_workers(self, *, failing: bool) -> None:
         deadline = time.monotonic() + _GRACE_S
         while self.crew.running() and time.monotonic() < deadline:
             self.check()
             time.sleep(_LOOK_S)
         self.check()
-        if not failing:
+        if not code:
             self._say_who_failed()
+        return _as_exit_code(code)
 
     def _give_up(self, missing: int) -> int:
         """Return the exit code of a worker without which the server waits forever, and say why."""

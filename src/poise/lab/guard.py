@@ -35,15 +35,18 @@ class Guard:
         """Have a process and its session ended."""
         start = start_time(pid)
         if start is not None:
-            self._watch("workers", (pid, start))
+            self.watch("workers", (pid, start))
 
-    def watch_group(self, path: str) -> None:
-        """Have a control group removed, with the groups in it."""
-        self._watch("groups", path)
-
-    def watch_namespace(self, name: str) -> None:
-        """Have a network namespace removed."""
-        self._watch("namespaces", name)
+    def watch(self, kind: str, value: object) -> None:
+        """Have one thing cleaned up; its kind is the name of a field of `Belongings`."""
+        self._belongings.add(kind, value)
+        try:
+            os.write(self._writing, json.dumps({kind: value}).encode() + b"\n")
+        except BrokenPipeError:
+            raise WorkerLost(
+                "the process that cleans up after the lab has ended, so nothing more can be "
+                "started; start the lab again"
+            ) from None
 
     def close(self) -> None:
         """Have everything cleaned up, and wait for it."""
@@ -58,13 +61,3 @@ class Guard:
             code = self._process.wait()
         if code < 0:  # somebody ended it before it was done
             clear(self._belongings)
-
-    def _watch(self, kind: str, value: object) -> None:
-        self._belongings.add(kind, value)
-        try:
-            os.write(self._writing, json.dumps({kind: value}).encode() + b"\n")
-        except BrokenPipeError:
-            raise WorkerLost(
-                "the process that cleans up after the lab has ended, so nothing more can be "
-                "started; start the lab again"
-            ) from None

@@ -10,19 +10,19 @@ from typing import Self
 
 from poise.engine.modes import Mode
 from poise.errors import InvalidSetting, OutOfOrder
-from poise.lab.crew import Crew
+from poise.lab.crew import Crew, Member
 from poise.lab.ending import Ending
 from poise.lab.guard import Guard
 from poise.lab.launching import Launching
 from poise.lab.leftovers import clear, lab_name, stale_belongings
 from poise.lab.listener import Listener
-from poise.lab.member import Member, Streams
-from poise.lab.network import Network, check_privileges
+from poise.lab.network import Network, check_privileges, parse_link
 from poise.lab.output import Output
-from poise.lab.pacing import Pace
+from poise.lab.pacing import Pace, parse_pace
 from poise.lab.quota import make_parent, places
-from poise.lab.setup import checked_setup
+from poise.lab.setup import Setup, checked_walk, served_mode
 from poise.lab.speed_control import SpeedControl
+from poise.lab.speeds import checked_speeds, parse_speeds
 from poise.lab.throttle import Throttling, by_duty_cycle, by_pace, by_quota
 from poise.lab.walk import Walk
 from poise.script import check_script
@@ -57,13 +57,19 @@ class Lab:
         mode: str | Mode = "sync",
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self._setup = checked_setup(
-            speeds, walk=walk, link=link, pace=pace, from_start=from_start, mode=mode
+        each = parse_speeds(speeds) if isinstance(speeds, str) else checked_speeds(speeds)
+        self._setup = Setup(
+            speeds=each,
+            walk=checked_walk(walk, len(each)),
+            pace=parse_pace(pace) if isinstance(pace, str) else pace,
+            from_start=from_start,
+            mode=served_mode(mode),
+            rates=None if link is None else parse_link(link, len(each)),
         )
         served, rates = self._setup.mode is not None, self._setup.rates
         self._say = say or _to_stderr
         self._name = lab_name(next(_numbers))
-        self._network = None if rates is None else Network(self._name, rates, server=served)
+        self._network = None if rates is None else Network(self._name, rates, served)
         self._crew = Crew(first=int(served))
         self._control = SpeedControl(
             self._setup.speeds, self._setup.walk, self._crew.workers, self._say
@@ -80,7 +86,7 @@ class Lab:
             self._throttling = self._choose_throttling()
             if self._network is not None:
                 for name in self._network.namespaces:
-                    self._guard.watch_namespace(name)
+                    self._guard.watch("namespaces", name)
                 self._network.build()
         except BaseException:
             self._guard.close()
@@ -135,7 +141,7 @@ class Lab:
             stderr: the same for errors.
             environment: more variables for the workers, and for their server.
         """
-        crew, streams = self._crew, Streams(stdout, stderr)
+        crew = self._crew
         if crew.workers:
             raise OutOfOrder("this lab has started its workers already; make a new one")
         if not arguments:
@@ -143,15 +149,17 @@ class Lab:
         if arguments[0] != "-m":
             check_script(arguments)
         self._warn_of_too_much()
-        launching = Launching(self._setup, self._network, arguments, streams, environment or {})
+        launching = Launching(
+            self._setup, self._network, arguments, stdout, stderr, environment or {}
+        )
         if self._setup.mode is not None:
             crew.server = launching.server()
-            self._look_after(crew.server, "server", streams)
+            self._look_after(crew.server, "server", launching)
             crew.server.let_go()
         for worker, speed in enumerate(self.speeds):
             member = launching.worker(worker, speed)
             crew.workers.append(member)
-            self._look_after(member, crew.number(worker), streams)
+            self._look_after(member, crew.number(worker), launching)
             if self._setup.from_start:
                 self._control.throttle(worker, self._throttling)
             member.let_go()  # only now, so that none runs that the guard does not know
@@ -179,7 +187,7 @@ class Lab:
         if self._setup.pace is not None:
             return by_pace
         for place in places():
-            self._guard.watch_group(str(place / self._name))
+            self._guard.watch("groups", str(place / self._name))
         parent = make_parent(self._name)
         if parent is not None:
             return by_quota(parent)
@@ -189,12 +197,12 @@ class Lab:
         )
         return by_duty_cycle
 
-    def _look_after(self, member: Member, name: int | str, streams: Streams) -> None:
+    def _look_after(self, member: Member, name: int | str, launching: Launching) -> None:
         """Have a new process ended with the lab, and its lines passed on if nobody else does."""
         self._guard.watch_worker(member.process.pid)
-        if streams.stdout is None and member.process.stdout is not None:
+        if launching.stdout is None and member.process.stdout is not None:
             self._output.pass_on(name, member.process.stdout)
-        if streams.stderr is None and member.process.stderr is not None:
+        if launching.stderr is None and member.process.stderr is not None:
             self._output.pass_on(name, member.process.stderr, errors=True)
 
     def _prepared(self, worker: int) -> None:

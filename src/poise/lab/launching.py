@@ -1,11 +1,14 @@
 """Starting the processes of a lab, each in its place."""
 
 import secrets
+import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from subprocess import DEVNULL, PIPE, Popen
 
 from poise.environment import for_joining, for_secret, for_server, for_worker
-from poise.lab.member import Member, Streams, launch
+from poise.lab.crew import Member
 from poise.lab.network import Network
 from poise.lab.processes import free_port
 from poise.lab.setup import Setup
@@ -30,7 +33,9 @@ class Launching:
     """That they are in, if they have one of their own."""
     arguments: Sequence[str]
     """What would follow `python`."""
-    streams: Streams
+    stdout: int | None
+    """Where output goes: None to a pipe, else as in `subprocess`."""
+    stderr: int | None
     environment: Mapping[str, str]
     """More variables for all of them."""
     port: int = field(default_factory=free_port)
@@ -40,28 +45,45 @@ class Launching:
     def server(self) -> Member:
         """Start the server, which no speed limits."""
         host, port = self._address.split(":")
-        options = ["--host", host, "--port", port, "--workers", str(len(self.setup.speeds))]
+        workers = len(self.setup.speeds)
+        options = ["--host", host, "--port", port, "--workers", str(workers)]
         options += ["--closed", "--mode", str(self.setup.mode)]
-        return launch(
-            ["-m", "poise", "serve", *options, "--", *self.arguments],
-            _ALIKE | for_server() | self._more,
-            inside=() if self.network is None else self.network.inside(self.network.server),
-            pace=None,
-            speed=1.0,
-            streams=self.streams,
-        )
+        command = ["-m", "poise", "serve", *options, "--", *self.arguments]
+        return self._start(workers, command, for_server() | self._more)
 
     def worker(self, worker: int, speed: float) -> Member:
         """Start a worker; its pace, if it has one, begins with this speed."""
         network = {} if self.network is None else self.network.environment()
-        return launch(
-            self.arguments,
-            _ALIKE | self._placed(worker) | self._more | network,
-            inside=() if self.network is None else self.network.inside(worker),
-            pace=self.setup.pace,
-            speed=speed,
-            streams=self.streams,
-        )
+        pace = self.setup.pace
+        paced = "-" if pace is None else f"{pace.per_sample_s!r},{pace.fixed_s!r}"
+        environment = self._placed(worker) | self._more | network
+        return self._start(worker, self.arguments, environment, paced, speed)
+
+    def _start(
+        self,
+        place: int,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        pace: str = "-",
+        speed: float = 1.0,
+    ) -> Member:
+        """Start a script or, after -m, a module with its arguments, in its place of the network."""
+        ours, theirs = socket.socketpair()
+        inside = () if self.network is None else self.network.inside(place)
+        shim = [sys.executable, "-m", "poise.lab.worker", str(theirs.fileno()), pace, repr(speed)]
+        with theirs:
+            process = Popen(
+                [*inside, *shim, *arguments],
+                env=_ALIKE | environment,
+                pass_fds=(theirs.fileno(),),
+                stdin=DEVNULL,
+                stdout=PIPE if self.stdout is None else self.stdout,
+                stderr=PIPE if self.stderr is None else self.stderr,
+                start_new_session=True,  # an interrupt is for the lab; the guard finds all of it
+                text=True,
+                errors="replace",
+            )
+        return Member(process, ours)
 
     @property
     def _address(self) -> str:

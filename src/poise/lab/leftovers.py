@@ -5,11 +5,12 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from poise.lab.quota import Quota, places
 
@@ -68,11 +69,17 @@ def clear(belongings: Belongings) -> list[str]:
         with suppress(OSError):
             group.lift()  # a worker that is throttled would take long to end
     _end(belongings.workers, groups)
-    failures = [_failure(str(group.path), group.remove) for group in groups]
+    removals = [(str(group.path), group.remove) for group in groups]
     for name in belongings.namespaces:
         if (_NAMESPACES / name).exists():
-            failures.append(_failure(f"namespace {name}", partial(_delete, name)))
-    return [failure for failure in failures if failure]
+            removals.append((f"namespace {name}", partial(_delete, name)))
+    failures = []
+    for what, remove in removals:
+        try:
+            remove()
+        except (OSError, subprocess.SubprocessError) as error:
+            failures.append(f"{what}: {error}")
+    return failures
 
 
 def members(session: int, start: int) -> list[int]:
@@ -80,7 +87,7 @@ def members(session: int, start: int) -> list[int]:
     leader = start_time(session)
     if leader is not None and leader != start:  # the number belongs to somebody else by now
         return []
-    statuses = ((pid, _status(pid)) for pid in _process_ids())
+    statuses = ((int(pid), _status(int(pid))) for pid in os.listdir("/proc") if pid.isdigit())
     return [pid for pid, status in statuses if status and status.session == session]
 
 
@@ -88,10 +95,9 @@ def _end(workers: Iterable[tuple[int, int]], groups: Iterable[Quota]) -> None:
     """Ask all processes to end; after a grace, end them."""
     if not _signal(workers, groups, signal.SIGTERM, signal.SIGCONT):
         return
-    for signal_number, limit_s in ((None, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
-        deadline = time.monotonic() + limit_s
+    for signals in ((), (signal.SIGKILL,)):
+        deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
-            signals = () if signal_number is None else (signal_number,)
             if not _signal(workers, groups, *signals):
                 return
             time.sleep(0.02)
@@ -113,14 +119,6 @@ def _signal(
     return alive
 
 
-def _failure(what: str, remove: Callable[[], None]) -> str:
-    try:
-        remove()
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{what}: {error}"
-    return ""
-
-
 def _delete(namespace: str) -> None:
     command = ["ip", "netns", "delete", namespace]
     subprocess.run(command, check=True, capture_output=True, timeout=10)
@@ -138,8 +136,7 @@ def _stale_in(place: Path) -> Iterator[Path]:
         yield from (path for path in place.iterdir() if is_stale(path.name))
 
 
-@dataclass(frozen=True)
-class _Status:
+class _Status(NamedTuple):
     session: int
     start: int
 
@@ -152,7 +149,3 @@ def _status(pid: int) -> _Status | None:
         return None
     state, _, _, session, *rest = text.rpartition(") ")[2].split()
     return None if state in "ZX" else _Status(int(session), int(rest[15]))
-
-
-def _process_ids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]

@@ -3,14 +3,9 @@
 import os
 import signal
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from poise.lab.pacing import Pacer
-
-if TYPE_CHECKING:
-    from torch import nn
 
 GO = b"go\n"
 PREPARED = b"p"
@@ -34,11 +29,8 @@ class Line:
         self._may_go = False
         return True
 
-    def prepared(self, models: "Sequence[nn.Module]" = ()) -> None:
-        """Tell that training is prepared, and wait until we are throttled; pace models."""
-        if self._pacer is not None:
-            for model in models:
-                self._pacer.attach(model)
+    def prepared(self) -> None:
+        """Tell that training is prepared, and wait until we are throttled."""
         self._tell(PREPARED)
         self.await_go()
 

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Sequence
 from threading import Thread
 
-from poise.lab.member import Member
+from poise.lab.crew import Member
 
 
 class Listener:

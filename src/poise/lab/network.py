@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from poise.errors import InvalidSetting
 
@@ -62,13 +63,14 @@ def check_privileges() -> None:
         )
 
 
+@dataclass(frozen=True)
 class Network:
     """The namespaces of one lab, by names that begin with the lab's."""
 
-    def __init__(self, lab: str, rates: Sequence[str], *, server: bool = False) -> None:
-        self._lab = lab
-        self._rates = tuple(rates)
-        self._has_server = server
+    lab: str
+    rates: Sequence[str]
+    """Of each worker."""
+    has_server: bool
 
     @property
     def namespaces(self) -> tuple[str, ...]:
@@ -76,25 +78,20 @@ class Network:
         return (self._hub, *(self._namespace(place) for place in range(self._places)))
 
     @property
-    def server(self) -> int:
-        """The place of a server, after all workers."""
-        return len(self._rates)
-
-    @property
     def server_host(self) -> str:
-        """The address by which workers reach it."""
-        return _address(self.server)
+        """The address by which workers reach a server, whose place is after all of theirs."""
+        return _address(len(self.rates))
 
     def build(self) -> None:
         """Make the namespaces and the links."""
-        _run("ip", "netns", "add", self._hub)
-        _run("ip", "-n", self._hub, "link", "add", "hub", "type", "bridge")
-        _run("ip", "-n", self._hub, "link", "set", "hub", "up")
+        _run(f"ip netns add {self._hub}")
+        _run(f"ip -n {self._hub} link add hub type bridge")
+        _run(f"ip -n {self._hub} link set hub up")
         for place in range(self._places):
             self._join(place)
-        for worker, rate in enumerate(self._rates):
+        for worker, rate in enumerate(self.rates):
             _limit(self._namespace(worker), INTERFACE, rate)
-            if self._has_server:
+            if self.has_server:
                 _limit(self._hub, _port(worker), rate)
 
     def environment(self) -> dict[str, str]:
@@ -111,34 +108,29 @@ class Network:
 
     @property
     def _places(self) -> int:
-        return len(self._rates) + self._has_server
+        return len(self.rates) + self.has_server
 
     @property
     def _hub(self) -> str:
-        return f"{self._lab}-hub"
+        return f"{self.lab}-hub"
 
     def _namespace(self, place: int) -> str:
-        return f"{self._lab}-{place}"
+        return f"{self.lab}-{place}"
 
     def _join(self, place: int) -> None:
         own, port = self._namespace(place), _port(place)
-        _run("ip", "netns", "add", own)
-        _run(
-            *("ip", "-n", self._hub, "link", "add", port, "type", "veth"),
-            *("peer", "name", INTERFACE, "netns", own),
-        )
-        _run("ip", "-n", self._hub, "link", "set", port, "master", "hub", "up")
-        _run("ip", "-n", own, "addr", "add", f"{_address(place)}/16", "dev", INTERFACE)
-        _run("ip", "-n", own, "link", "set", INTERFACE, "up")
-        _run("ip", "-n", own, "link", "set", "lo", "up")
+        _run(f"ip netns add {own}")
+        _run(f"ip -n {self._hub} link add {port} type veth peer name {INTERFACE} netns {own}")
+        _run(f"ip -n {self._hub} link set {port} master hub up")
+        _run(f"ip -n {own} addr add {_address(place)}/16 dev {INTERFACE}")
+        _run(f"ip -n {own} link set {INTERFACE} up")
+        _run(f"ip -n {own} link set lo up")
 
 
 def _limit(namespace: str, interface: str, rate: str) -> None:
     """Have an interface send no faster."""
-    _run(
-        *("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf"),
-        *("rate", rate, "burst", _BURST, "latency", _LATENCY),
-    )
+    queue = f"tbf rate {rate} burst {_BURST} latency {_LATENCY}"
+    _run(f"tc -n {namespace} qdisc add dev {interface} root {queue}")
 
 
 def _port(place: int) -> str:
@@ -150,10 +142,10 @@ def _address(place: int) -> str:
     return f"10.77.{place // 250}.{place % 250 + 1}"
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise InvalidSetting(
-            f"`{' '.join(command)}` failed ({done.stderr.strip()}), but --link needs it; "
+            f"`{command}` failed ({done.stderr.strip()}), but --link needs it; "
             "allow network namespaces and the tbf queue here, or leave --link out"
         )

@@ -8,11 +8,12 @@ forward, the rest in backward. What the real computation takes counts as a part 
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from poise.errors import InvalidSetting
+from poise.runtime.slicing import parts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -150,15 +151,11 @@ def local_batch(inputs: Any) -> int:
 
 
 def tensors(value: Any) -> "Iterator[Tensor]":
-    """Yield the tensors in nested lists, tuples and mappings, in order."""
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order."""
     if hasattr(value, "register_hook"):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
+    for part in parts(value):
+        yield from tensors(part)
 
 
 def _seconds(text: str, whole: str) -> float:

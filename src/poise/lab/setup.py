@@ -6,9 +6,7 @@ from pathlib import Path
 
 from poise.engine.modes import Mode, Sync, mode_of
 from poise.errors import InvalidSetting
-from poise.lab.network import parse_link
-from poise.lab.pacing import Pace, parse_pace
-from poise.lab.speeds import checked_speeds, parse_speeds
+from poise.lab.pacing import Pace
 from poise.lab.walk import Walk, read_walk
 
 
@@ -27,28 +25,13 @@ class Setup:
     rates: Sequence[str] | None
     """What each worker may send; None leaves the network as it is."""
 
-
-def checked_setup(
-    speeds: Sequence[float] | str,
-    *,
-    walk: Walk | str | Path | None,
-    link: str | None,
-    pace: Pace | str | None,
-    from_start: bool,
-    mode: str | Mode,
-) -> Setup:
-    """Return what `Lab` is told, understood; raise InvalidSetting where it makes no sense."""
-    each = parse_speeds(speeds) if isinstance(speeds, str) else checked_speeds(speeds)
-    walked = _walk(walk, len(each))
-    paced = parse_pace(pace) if isinstance(pace, str) else pace
-    if from_start and paced:
-        raise InvalidSetting("a paced worker sleeps in training only; leave out from_start")
-    served = _served_mode(mode)
-    rates = None if link is None else parse_link(link, len(each))
-    return Setup(each, walked, paced, from_start, served, rates)
+    def __post_init__(self) -> None:
+        if self.from_start and self.pace:
+            raise InvalidSetting("a paced worker sleeps in training only; leave out from_start")
 
 
-def _walk(walk: Walk | str | Path | None, workers: int) -> Walk:
+def checked_walk(walk: Walk | str | Path | None, workers: int) -> Walk:
+    """Return a walk that has speeds for all workers, or raise; from a file if that is given."""
     if walk is None:
         return Walk()
     if not isinstance(walk, Walk):
@@ -61,7 +44,8 @@ def _walk(walk: Walk | str | Path | None, workers: int) -> Walk:
     return walk
 
 
-def _served_mode(stated: object) -> Mode | None:
+def served_mode(stated: object) -> Mode | None:
+    """Return a mode as `Lab` is told it; None if it needs no server."""
     mode = mode_of(stated)
     if mode_of(str(mode)) != mode:
         raise InvalidSetting(

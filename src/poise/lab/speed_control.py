@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import RLock
 
 from poise.errors import InvalidSetting
-from poise.lab.member import Member
+from poise.lab.crew import Member
 from poise.lab.speeds import checked_speeds, shown
 from poise.lab.throttle import Throttling
 from poise.lab.walk import Walk
@@ -49,7 +49,7 @@ class SpeedControl:
         if member.throttle is not None:
             return
         with self._lock, suppress(ProcessLookupError):  # it has ended, which is seen elsewhere
-            member.throttle = begin(worker, member.process, member.end, self.speeds[worker])
+            member.throttle = begin(worker, member, self.speeds[worker])
             if sum(each.throttle is not None for each in self.members) == len(self.speeds):
                 self._throttled_at_s = time.monotonic()
 
@@ -67,7 +67,9 @@ class SpeedControl:
     def lift(self) -> None:
         """Let all workers run as fast as they can, for good."""
         for member in self.members:
-            member.lift()
+            if member.throttle is not None:
+                with suppress(OSError):
+                    member.throttle.lift()
 
     def _elapsed_s(self) -> float:
         """Seconds since all workers are throttled; less than 0 before."""

@@ -1,38 +1,32 @@
 """The ways to make a worker slow."""
 
-import socket
+import os
+import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
-from typing import Protocol
+from threading import Event, Thread
 
-from poise.lab.duty_cycle import DutyCycle
+from poise.lab.crew import Member, Throttle
 from poise.lab.leftovers import members, start_time
 from poise.lab.quota import Quota
 
+_PERIOD_S = 0.02
 
-class Throttle(Protocol):
-    """Keeps one worker at a speed that can be changed at any time."""
-
-    def set_speed(self, speed: float) -> None:
-        """Change the speed."""
-
-    def lift(self) -> None:
-        """Let the worker run as fast as it can, for good."""
-
-
-Throttling = Callable[[int, "Popen[str]", socket.socket, float], Throttle]
-"""Begins to throttle a worker: its number, process, end of the line, and speed."""
+Throttling = Callable[[int, Member, float], Throttle]
+"""Begins to throttle a worker, given by its number, to a speed."""
 
 
 def by_quota(parent: Path) -> Throttling:
     """Throttle by CPU quotas of groups in this one."""
 
-    def begin(worker: int, process: "Popen[str]", _: socket.socket, speed: float) -> Throttle:
-        quota = Quota.create(parent / str(worker), pid=process.pid, speed=speed)
-        start = start_time(process.pid)
-        for pid in () if start is None else members(process.pid, start):
+    def begin(worker: int, member: Member, speed: float) -> Throttle:
+        leader = member.process.pid
+        quota = Quota.create(parent / str(worker), pid=leader, speed=speed)
+        start = start_time(leader)
+        for pid in () if start is None else members(leader, start):
             with suppress(ProcessLookupError):  # it has ended since
                 quota.add(pid)
         return quota
@@ -40,28 +34,77 @@ def by_quota(parent: Path) -> Throttling:
     return begin
 
 
-def by_duty_cycle(_: int, process: "Popen[str]", __: socket.socket, speed: float) -> Throttle:
-    """Throttle by stopping and continuing."""
-    return DutyCycle(process, speed)
+def by_duty_cycle(_: int, member: Member, speed: float) -> Throttle:
+    """Throttle by stopping and continuing, which takes no privileges."""
+    return DutyCycle(member.process, speed)
 
 
-def by_pace(_: int, __: "Popen[str]", end: socket.socket, speed: float) -> Throttle:
+def by_pace(_: int, member: Member, speed: float) -> Throttle:
     """Leave it to the worker, which sleeps by itself."""
-    paced = Paced(end)
-    paced.set_speed(speed)
-    return paced
+    return Paced(member, speed)
 
 
 class Paced:
     """Tells a worker that paces itself how fast it is."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
+    def __init__(self, member: Member, speed: float) -> None:
+        self._member = member
+        self.set_speed(speed)
 
     def set_speed(self, speed: float) -> None:
         """Tell the worker, which hears of it in its next step."""
         with suppress(OSError):  # it has ended
-            self._end.send(f"{speed!r}\n".encode())
+            self._member.end.send(f"{speed!r}\n".encode())
 
     def lift(self) -> None:
         """Leave it as it is: sleeping is no hindrance to ending."""
+
+
+class DutyCycle:
+    """Stops and continues, every few milliseconds, a worker that leads a process group of its own.
+
+    A speed is the part of the time for which it runs; it cannot be given more than all of it.
+    """
+
+    def __init__(self, process: "Popen[str]", speed: float) -> None:
+        self._process = process
+        self._speed = speed
+        self._ended = Event()
+        self._thread = Thread(target=self._run, name="poise-duty-cycle", daemon=True)
+        self._thread.start()
+
+    def set_speed(self, speed: float) -> None:
+        """Let it run for another part of the time from now on."""
+        self._speed = speed
+
+    def lift(self) -> None:
+        """Let it run all the time, for good."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
+        while not self._ended.is_set() and self._process.poll() is None:
+            on_s, off_s = parts_s(self._speed)
+            self._ended.wait(began_s + on_s - time.monotonic())
+            if off_s > 0 and not self._ended.is_set():
+                self._send(signal.SIGSTOP)
+                self._ended.wait(began_s + on_s + off_s - time.monotonic())
+                self._send(signal.SIGCONT)
+            # After a delay of our own the cycle begins anew: a burst would be no constant speed.
+            began_s = max(began_s + on_s + off_s, time.monotonic() - _PERIOD_S)
+
+    def _send(self, signal_number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal_number)
+
+
+def parts_s(speed: float) -> tuple[float, float]:
+    """Return for how long a worker runs and is stopped.
+
+    >>> parts_s(0.25), parts_s(1.5)
+    ((0.005, 0.015), (0.02, 0.0))
+    """
+    on_s = _PERIOD_S * min(1.0, speed)
+    return on_s, _PERIOD_S - on_s

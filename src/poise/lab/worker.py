@@ -5,19 +5,20 @@ when training is prepared, which is when the first DistributedDataParallel is bu
 step. PACE is `-` or the seconds per sample and fixed seconds, with a comma.
 """
 
-import functools
 import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any
 
 from poise.lab.line import Line
 from poise.lab.pacing import Pacer
+from poise.patching import Patch, followed, patched, preceded
 from poise.runtime.events import Events, HandedOut, Prepared
 from poise.runtime.instruments import Instrument, instrumented
-from poise.script import own_frames, run
+from poise.script import run, show_error
+
+_FAILED = 1
 
 
 class TrainingWatch:
@@ -32,40 +33,40 @@ class TrainingWatch:
         self._pacer = pacer
         self._built = False
 
-    def look_at_ddp(self) -> None:
-        """See every DistributedDataParallel of this process."""
+    def patches(self) -> list[Patch]:
+        """Return what shows every DistributedDataParallel of this process."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        build: Any = DistributedDataParallel.__init__
-        forward: Any = DistributedDataParallel.forward
-
-        @functools.wraps(build)
-        def watched_build(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            build(ddp, *args, **kwargs)
-            if self._pacer is not None:
-                self._pacer.attach(ddp)
-            if not self._built:
-                self._built = True
-                self._line.prepared()
-
-        @functools.wraps(forward)
-        def watched_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        def called(ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
             if ddp.training and torch.is_grad_enabled():
                 self._line.step()
-            return forward(ddp, *args, **kwargs)
 
-        setattr(DistributedDataParallel, "__init__", watched_build)  # noqa: B010 (mypy forbids =)
-        setattr(DistributedDataParallel, "forward", watched_forward)  # noqa: B010 (the same)
+        return [
+            Patch(DistributedDataParallel, "__init__", followed(self._built_ddp)),
+            Patch(DistributedDataParallel, "forward", preceded(called)),
+        ]
 
     def listen(self, events: Events) -> None:
         """Hear of trainings without DistributedDataParallel."""
         events.on(Prepared, self._prepared)
         events.on(HandedOut, self._handed_out)
 
+    def _built_ddp(self, ddp: Any, *_: Any, **__: Any) -> None:
+        self._pace([ddp])
+        if not self._built:
+            self._built = True
+            self._line.prepared()
+
     def _prepared(self, event: Prepared) -> None:
         if not self._built and event.models:  # a server computes nothing, and is not throttled
-            self._line.prepared(event.models)
+            self._pace(event.models)
+            self._line.prepared()
+
+    def _pace(self, models: Sequence[Any]) -> None:
+        if self._pacer is not None:
+            for model in models:
+                self._pacer.attach(model)
 
     def _handed_out(self, _: HandedOut) -> None:
         if not self._built:
@@ -77,36 +78,20 @@ def main(arguments: Sequence[str]) -> None:
     number, pace, speed, *script = arguments
     end = socket.socket(fileno=int(number))
     end.set_inheritable(False)
-    pacer = None if pace == "-" else _pacer(pace, float(speed))
+    pacer = None if pace == "-" else Pacer(*map(float, (*pace.split(","), speed)))
     line = Line(end, pacer)
     if not line.await_go():
         return
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # both are text files
-    _show_own_frames_only()  # before torch keeps the hook that it finds
     watch = TrainingWatch(line, pacer)
-    if find_spec("torch") is not None:
-        watch.look_at_ddp()
-    with instrumented(Instrument(listen=watch.listen)):
-        run(script)
-
-
-def _show_own_frames_only() -> None:
-    """Show an error of the script as if it had been run by itself."""
-    show = sys.excepthook
-
-    def shortened(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        own = own_frames(trace)
-        show(kind, error.with_traceback(own), own)
-
-    sys.excepthook = shortened
-
-
-def _pacer(pace: str, speed: float) -> Pacer:
-    per_sample_s, fixed_s = map(float, pace.split(","))
-    return Pacer(per_sample_s, fixed_s, speed)
+    patches = watch.patches() if find_spec("torch") is not None else []
+    with patched(patches), instrumented(Instrument(listen=watch.listen)):
+        try:
+            run(script)
+        except Exception as error:
+            show_error(error)
+            sys.exit(_FAILED)
 
 
 if __name__ == "__main__":

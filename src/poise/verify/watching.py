@@ -6,20 +6,20 @@ of torch are replaced while the script runs, by others that also take notes, or 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from poise.patching import Patch, patched, preceded
 from poise.runtime.batches import Cut, Source
 from poise.runtime.instruments import Instrument, instrumented
 from poise.torch.settings import TorchSettings
 from poise.torch.torch_private import is_enabled
 from poise.verify.observation import Variant
 from poise.verify.observer import Observer
-from poise.watch.patching import replaced
 
 _DROPOUTS = (
     "dropout",
@@ -39,18 +39,16 @@ def watching(observer: Observer, variant: Variant) -> Iterator[None]:
         chosen = observer.settings(stated)
         return replace(chosen, source=Reversed) if variant.arrangement == "reordered" else chosen
 
-    with ExitStack() as replacing:
+    def entering(autocast: torch.autocast) -> None:
+        if is_enabled(autocast):
+            observer.autocast()
 
-        def put(owner: Any, name: str, call: Callable[..., Any]) -> None:
-            replacing.enter_context(replaced(owner, name, call))
-
-        put(torch.autocast, "__enter__", _entering(observer, torch.autocast.__enter__))
-        if variant.stilled:
-            for name in _DROPOUTS:
-                put(nn.functional, name, _unchanged)
-            attention = nn.functional.scaled_dot_product_attention
-            put(nn.functional, "scaled_dot_product_attention", _without_dropout(attention))
-        replacing.enter_context(instrumented(Instrument(listen=observer.listen, settings=settings)))
+    patches = [Patch(torch.autocast, "__enter__", preceded(entering))]
+    if variant.stilled:
+        patches += [Patch(nn.functional, name, lambda _: _unchanged) for name in _DROPOUTS]
+        patches.append(Patch(nn.functional, "scaled_dot_product_attention", _without_dropout))
+    instrument = Instrument(listen=observer.listen, settings=settings)
+    with patched(patches), instrumented(instrument):
         yield
 
 
@@ -78,15 +76,6 @@ class Reversed:
     def end(self) -> None:
         """The pass is over."""
         self._source.end()
-
-
-def _entering(observer: Observer, original: Callable[..., Any]) -> Callable[..., Any]:
-    def enter(self: torch.autocast) -> Any:
-        if is_enabled(self):
-            observer.autocast()
-        return original(self)
-
-    return enter
 
 
 def _unchanged(values: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -76,17 +76,16 @@ def _fitted(table: Table) -> Fit:
     """Fit the last steps, those with the most common split at the end."""
     order = np.argsort(table.with_split[-MOST_STEPS:], kind="stable")
     fit = Fit.start(len(table.workers))
-    limits = _input_limits(table)
+    limits, ready_s = _input_limits(table), _ready_s(table)
+    wait_s = table.sync_s + np.where(table.prefetched, table.input_s, 0.0)
     for place in (order + max(table.steps - MOST_STEPS, 0)).tolist():
-        ready_s, wait_s = _ready_s(table)[place], table.sync_s[place]
-        prefetched = table.prefetched[place]
         observation = Observation(
             step=int(table.numbers[place]),
             split=tuple(table.batch[place].tolist()),
-            ready_s=ready_s[:, None],
+            ready_s=ready_s[place][:, None],
             done_s=table.end_s[place][:, None],
-            wait_s=wait_s + np.where(prefetched, table.input_s[place], 0.0),
-            input_s=np.where(limits > 0, limits, np.nan),
+            wait_s=wait_s[place],
+            input_s=limits,
         )
         fit, _ = fit.update(observation)
     return fit
@@ -113,14 +112,14 @@ def _ready_s(table: Table) -> Floats:
 
 
 def _input_limits(table: Table) -> Floats:
-    """Return seconds per sample of loaders whose processes do not keep up; 0 elsewhere.
+    """Return seconds per sample of loaders whose processes do not keep up; NaN elsewhere.
 
     They work all the time, and so a batch takes them the step without waiting for others.
     """
     starved_s = np.where(table.prefetched, table.input_s, 0.0).mean(axis=0)
     own_s = (table.end_s - table.waiting_s).mean(axis=0)
     starved = starved_s > _STARVED * table.end_s.mean(axis=0)
-    return np.where(starved, own_s / table.batch.mean(axis=0), 0.0)
+    return np.where(starved, own_s / table.batch.mean(axis=0), np.nan)
 
 
 def _chance(fit: Fit, split: Split) -> float:

@@ -7,7 +7,7 @@ changed and not models, so that models can be copied and saved as ever.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from poise.patching import Call, Patch, Wrap, followed, patched, preceded
+from poise.runtime.slicing import parts
 from poise.torch.clocks import DeviceClock
 from poise.torch.groups import default_store
 from poise.torch.torch_private import (
@@ -26,7 +28,6 @@ from poise.torch.torch_private import (
     queue_callback,
 )
 from poise.watch.monitor import Monitor
-from poise.watch.patching import replaced
 from poise.watch.recorder import Recorder
 
 _MEETINGS = (
@@ -41,8 +42,6 @@ _MEETINGS = (
 )
 """Exchanges in which a worker may wait for others before its gradients are there."""
 
-_Call = Callable[..., Any]
-
 
 @contextmanager
 def watching(recorder: Recorder, monitor: Monitor | None = None) -> Iterator[None]:
@@ -52,21 +51,20 @@ def watching(recorder: Recorder, monitor: Monitor | None = None) -> Iterator[Non
     nobody else learns of it.
     """
     calls = _Calls(recorder, monitor)
-    with ExitStack() as replacing:
-
-        def put(owner: Any, name: str, wrap: Callable[[_Call], _Call]) -> None:
-            replacing.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
-
-        put(DistributedDataParallel, "__init__", lambda call: _making(recorder, monitor, call))
-        put(DistributedDataParallel, "forward", calls.running)
-        put(torch, "compile", calls.compiling)
-        put(DistributedDataParallel, "train", lambda call: _switching(recorder, call))
-        put(DistributedDataParallel, BUFFER_BROADCAST, lambda call: _meeting(recorder, call))
-        put(LoaderIterator, "__next__", lambda call: _loading(recorder, call))
-        put(DataLoader, "__iter__", lambda call: _loading(recorder, call))
-        for name in _MEETINGS:
-            put(dist, name, lambda call: _meeting(recorder, call))
-        put(dist, "destroy_process_group", lambda call: _destroying(monitor, call))
+    meeting = _timed(lambda *_: recorder.meeting())
+    loading = _timed(lambda loader: recorder.loading(prefetched=loader_processes(loader) > 0))
+    patches = [
+        Patch(DistributedDataParallel, "__init__", followed(calls.made)),
+        Patch(DistributedDataParallel, "forward", preceded(calls.running)),
+        Patch(torch, "compile", preceded(calls.compiling)),
+        Patch(DistributedDataParallel, "train", preceded(calls.switching)),
+        Patch(DistributedDataParallel, BUFFER_BROADCAST, meeting),
+        Patch(LoaderIterator, "__next__", loading),
+        Patch(DataLoader, "__iter__", loading),
+        *(Patch(dist, name, meeting) for name in _MEETINGS),
+        Patch(dist, "destroy_process_group", preceded(calls.destroying)),
+    ]
+    with patched(patches):
         yield
 
 
@@ -78,34 +76,7 @@ def local_batch(values: Any) -> int:
     """
     if isinstance(values, Tensor):
         return len(values) if values.dim() else 0
-    if isinstance(values, dict):
-        values = tuple(values.values())
-    if isinstance(values, tuple | list):
-        return next((found for found in map(local_batch, values) if found), 0)
-    return 0
-
-
-def _making(recorder: Recorder, monitor: Monitor | None, original: _Call) -> _Call:
-    @wraps(original)
-    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.device_type != "cpu" and (monitor is None or not monitor.joined):
-            recorder.timer = DeviceClock(torch.device(self.device_type))
-        if monitor is not None and not monitor.connected:
-            _meet(monitor, self)
-        gradients = _Gradients(recorder)
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(gradients.hook)
-
-    return init
-
-
-def _meet(monitor: Monitor, model: DistributedDataParallel) -> None:
-    """Meet the workers of the model in the store of the default group."""
-    store = dist.PrefixStore("poise/watch", default_store())
-    workers = dist.get_process_group_ranks(model.process_group)
-    monitor.join(store, dist.get_rank(), workers)
+    return next((found for found in map(local_batch, parts(values)) if found), 0)
 
 
 class _Gradients:
@@ -137,35 +108,47 @@ class _Gradients:
 
 
 class _Calls:
-    """Sees the calls of models."""
+    """Sees the calls of models, and what surrounds them."""
 
     def __init__(self, recorder: Recorder, monitor: Monitor | None) -> None:
         self._recorder = recorder
         self._monitor = monitor
-        self._tell: _Call = self._told
+        self._tell: Call = self._told
 
-    def running(self, original: _Call) -> _Call:
-        """Wrap the forward of DistributedDataParallel."""
+    def made(self, model: DistributedDataParallel, *_: Any, **__: Any) -> None:
+        """A model was wrapped: meet its workers in the store of the default group."""
+        monitor = self._monitor
+        if model.device_type != "cpu" and (monitor is None or not monitor.joined):
+            self._recorder.timer = DeviceClock(torch.device(model.device_type))
+        if monitor is not None and not monitor.connected:
+            store = dist.PrefixStore("poise/watch", default_store())
+            workers = dist.get_process_group_ranks(model.process_group)
+            monitor.join(store, dist.get_rank(), workers)
+        gradients = _Gradients(self._recorder)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(gradients.hook)
 
-        @wraps(original)
-        def forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-            self._tell(model, (args, kwargs))
-            return original(model, *args, **kwargs)
+    def running(self, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        """A model is called."""
+        self._tell(model, (args, kwargs))
 
-        return forward
-
-    def compiling(self, original: _Call) -> _Call:
-        """Wrap torch.compile, after which the compiler must be told what to leave alone.
+    def compiling(self, *_: Any, **__: Any) -> None:
+        """Something is compiled, so the compiler must be told what to leave alone.
 
         Not before: this imports it, which takes seconds.
         """
+        self._tell = torch.compiler.disable(self._told)
 
-        @wraps(original)
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            self._tell = torch.compiler.disable(self._told)
-            return original(*args, **kwargs)
+    def switching(self, _: DistributedDataParallel, mode: bool = True) -> None:
+        """A model is put into training or evaluation mode."""
+        if not mode:
+            self._recorder.evaluating()
 
-        return compiled
+    def destroying(self, group: Any = None) -> None:
+        """A group ends; with all workers' own, rows can no longer be sent."""
+        if self._monitor is not None and (group is None or group is dist.group.WORLD):
+            self._monitor.leave()
 
     def _told(self, model: DistributedDataParallel, inputs: Any) -> None:
         if self._monitor is not None:
@@ -178,47 +161,18 @@ class _Calls:
         )
 
 
-def _switching(recorder: Recorder, original: _Call) -> _Call:
-    @wraps(original)
-    def train(self: DistributedDataParallel, mode: bool = True) -> Any:
-        if not mode:
-            recorder.evaluating()
-        return original(self, mode)
+def _timed(timing: Callable[..., AbstractContextManager[None]]) -> Wrap:
+    """Have the calls of the training's own thread timed."""
 
-    return train
+    def wrap(original: Call) -> Call:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            compiling = torch.compiler.is_compiling()
+            if compiling or threading.current_thread() is not threading.main_thread():
+                return original(*args, **kwargs)
+            with timing(*args):
+                return original(*args, **kwargs)
 
+        return call
 
-def _meeting(recorder: Recorder, original: _Call) -> _Call:
-    @wraps(original)
-    def meet(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _in_main_thread():
-            return original(*args, **kwargs)
-        with recorder.meeting():
-            return original(*args, **kwargs)
-
-    return meet
-
-
-def _loading(recorder: Recorder, original: _Call) -> _Call:
-    @wraps(original)
-    def load(self: Any) -> Any:
-        if not _in_main_thread():
-            return original(self)
-        with recorder.loading(prefetched=loader_processes(self) > 0):
-            return original(self)
-
-    return load
-
-
-def _destroying(monitor: Monitor | None, original: _Call) -> _Call:
-    @wraps(original)
-    def destroy(group: Any = None) -> None:
-        if monitor is not None and (group is None or group is dist.group.WORLD):
-            monitor.leave()
-        original(group)
-
-    return destroy
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    return wrap

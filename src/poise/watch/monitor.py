@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable, Sequence
 
+from torch.distributed import Store
+
 from poise.watch.findings import Findings, find
-from poise.watch.post import Inbox, Outbox, Store
+from poise.watch.post import Inbox, Outbox
 from poise.watch.recorder import Recorder
 from poise.watch.table import Steps
 

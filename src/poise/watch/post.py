@@ -2,29 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+
+from torch.distributed import Store
 
 from poise.watch.rows import Row, pack, unpack
 
 _PATIENCE_S = 1.0
 """How long worker 0 looks, at the end, for what others have still to send."""
 _PAUSE_S = 0.01
-
-
-class Store(Protocol):
-    """What is needed of a store of torch.distributed."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write."""
-
-    def get(self, key: str, /) -> bytes:
-        """Read."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are there."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Forget a key."""
 
 
 class Outbox:

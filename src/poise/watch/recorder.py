@@ -3,8 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from poise.runtime.clocks import Clock, HostClock
@@ -17,8 +17,11 @@ the second if the graph is static, and workers meet while it does."""
 
 @dataclass
 class _Step:
-    """What is known of the step under way."""
+    """What is known of a step."""
 
+    number: int = 0
+    begin: Any = None
+    """When the reduction before it ended; nothing of the first step."""
     batch: int = 0
     """Samples of the backwards before the present one, which were not reduced."""
     forward_batch: int = 0
@@ -28,8 +31,7 @@ class _Step:
     reduced: bool = False
     """Whether this backward ends in a reduction."""
     local: Any = None
-    input_s: float = 0.0
-    sync_s: float = 0.0
+    spent_s: dict[str, float] = field(default_factory=lambda: {"input": 0.0, "sync": 0.0})
     prefetched: bool = False
     evaluated: bool = False
     disturbed: bool = False
@@ -38,16 +40,6 @@ class _Step:
         """Add this backward's samples."""
         self.batch += self.forward_batch or self.eval_batch
         self.forward_batch = self.eval_batch = 0
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """A step whose stamps may still lie in the future of an accelerator."""
-
-    number: int
-    begin: Any
-    end: Any
-    step: _Step
 
 
 class Recorder:
@@ -64,16 +56,15 @@ class Recorder:
         self._clock = clock
         self.last_number = None if steps is None else FIRST_STEPS + steps - 1
         """The last step to record; None: there is none."""
-        self._number = 0
-        self._begin: Any = None
         self._step = _Step()
-        self._ended: deque[_Ended] = deque()
+        self._ended: deque[tuple[_Step, Any]] = deque()
+        """Steps with stamps of their ends, which may still lie in the future of an accelerator."""
         self._inside = False
 
     @property
     def complete(self) -> bool:
         """Whether all steps asked for are recorded."""
-        return self.last_number is not None and self._number > self.last_number
+        return self.last_number is not None and self._step.number > self.last_number
 
     def forward(self, batch: int, *, training: bool, grad: bool, reduced: bool) -> None:
         """The model is called with so many samples; its backward will be reduced or not."""
@@ -113,34 +104,28 @@ class Recorder:
         if not step.reduced:
             return
         end = self.timer.mark()
-        counts = self._number >= FIRST_STEPS and not (self.complete or step.disturbed)
-        if counts and self._begin is not None:
-            self._ended.append(_Ended(self._number, self._begin, end, step))
-        self._begin, self._step = end, _Step()
-        self._number += 1
+        if step.number >= FIRST_STEPS and not (self.complete or step.disturbed):
+            self._ended.append((step, end))
+        self._step = _Step(step.number + 1, begin=end)
 
-    @contextmanager
-    def loading(self, *, prefetched: bool) -> Iterator[None]:
+    def loading(self, *, prefetched: bool) -> AbstractContextManager[None]:
         """Time that is spent in a data loader."""
-        self._step.prefetched = self._step.prefetched or prefetched
-        with self._timed("input_s"):
-            yield
+        self._step.prefetched |= prefetched
+        return self._timed("input")
 
-    @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def meeting(self) -> AbstractContextManager[None]:
         """Time that is spent in an exchange with other workers, outside of the reduction."""
-        with self._timed("sync_s"):
-            yield
+        return self._timed("sync")
 
     def take(self) -> list[Row]:
         """Return the rows that are new."""
         rows = []
-        while self._ended and self.timer.passed(self._ended[0].end):
-            rows.append(self._row(self._ended.popleft()))
+        while self._ended and self.timer.passed(self._ended[0][1]):
+            rows.append(self._row(*self._ended.popleft()))
         return rows
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, kind: str) -> Iterator[None]:
         """Add the time of the block, unless it is inside another one."""
         if self._inside:
             yield
@@ -151,19 +136,19 @@ class Recorder:
             yield
         finally:
             self._inside = False
-            setattr(step, name, getattr(step, name) + self._clock() - begin)
+            step.spent_s[kind] += self._clock() - begin
 
-    def _row(self, ended: _Ended) -> Row:
-        step, timer = ended.step, self.timer
-        local = ended.end if step.local is None else step.local
-        until_local_s = timer.between_s(ended.begin, local)
+    def _row(self, step: _Step, end: Any) -> Row:
+        local = end if step.local is None else step.local
+        until_local_s = self.timer.between_s(step.begin, local)
+        input_s, sync_s = step.spent_s["input"], step.spent_s["sync"]
         return Row(
-            step=ended.number,
+            step=step.number,
             batch=step.batch,
-            local_s=max(until_local_s - step.input_s - step.sync_s, 0.0),
-            input_s=step.input_s,
-            sync_s=step.sync_s,
-            end_s=timer.between_s(ended.begin, ended.end),
+            local_s=max(until_local_s - input_s - sync_s, 0.0),
+            input_s=input_s,
+            sync_s=sync_s,
+            end_s=self.timer.between_s(step.begin, end),
             prefetched=step.prefetched,
             evaluated=step.evaluated,
         )

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -68,22 +69,19 @@ class Table:
     def of(workers: Sequence[int], steps: Sequence[Sequence[Row]]) -> "Table":
         """Make a table of steps, each with one row per worker."""
 
-        def column(name: str, kind: type) -> "np.ndarray[tuple[int, int], np.dtype[np.generic]]":
-            return np.array([[getattr(row, name) for row in rows] for rows in steps], dtype=kind)
+        def column(name: str) -> "np.ndarray[tuple[int, int], np.dtype[Any]]":
+            return np.array([[getattr(row, name) for row in rows] for rows in steps])
 
-        lengths = np.array([[row.end_s for row in rows] for rows in steps]).max(axis=1)
-        evaluated = np.array([any(row.evaluated for row in rows) for rows in steps])
+        lengths, evaluated = column("end_s").max(axis=1), column("evaluated").any(axis=1)
         usual_s = float(np.median(lengths))
         out = (evaluated & (lengths > _LONG * usual_s)) | (lengths > _VERY_LONG * usual_s)
-        names = ("local_s", "input_s", "sync_s", "reduction_s", "end_s")
+        names = ("batch", "local_s", "input_s", "sync_s", "reduction_s", "end_s", "prefetched")
         return Table(
             workers=tuple(workers),
-            numbers=np.array([rows[0].step for rows in steps])[~out],
-            batch=column("batch", int)[~out].astype(np.int64),
-            prefetched=column("prefetched", bool)[~out].astype(np.bool_),
+            numbers=column("step")[~out, 0],
             left_out=int(out.sum()),
             left_out_s=float(lengths[out].sum()),
-            **{name: column(name, float)[~out].astype(np.float64) for name in names},
+            **{name: column(name)[~out] for name in names},
         )
 
     @property
