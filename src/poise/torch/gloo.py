@@ -1,14 +1,13 @@
 """Control traffic over gloo, and the launcher's store as a rendezvous."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import DistError, ProcessGroup, Store
 
 from poise.core.timing import Floats
@@ -22,7 +21,8 @@ class GlooPending:
     """An operation of torch's, and the memory that it works on."""
 
     work: dist.Work
-    tensors: Sequence[Tensor]
+    tensors: Sequence[Any]
+    """Tensors, and lists of them."""
 
     def done(self) -> bool:
         """Whether its result is there."""
@@ -47,29 +47,26 @@ class GlooCollectives:
 
     def sum(self, table: Floats) -> GlooPending:
         """Add up everybody's table, in place."""
-        tensor = torch.from_numpy(table)
-        with disconnecting():
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return _pending(work, tensor)
+        return self._post(dist.all_reduce, torch.from_numpy(table))
 
     def broadcast(self, values: Numbers, source: int) -> GlooPending:
         """Replace everybody's values by those of one worker."""
-        tensor = torch.from_numpy(values)
-        with disconnecting():
-            work = dist.broadcast(tensor, group_src=source, group=self._group, async_op=True)
-        return _pending(work, tensor)
+        return self._post(dist.broadcast, torch.from_numpy(values), group_src=source)
 
     def gather(self, row: Floats, rows: Floats | None) -> GlooPending:
         """Give worker 0 everybody's row."""
-        tensor = torch.from_numpy(row)
         room = None if rows is None else [torch.from_numpy(each) for each in rows]
-        with disconnecting():
-            work = dist.gather(tensor, room, group_dst=0, group=self._group, async_op=True)
-        return _pending(work, tensor, *(room or ()))
+        return self._post(dist.gather, torch.from_numpy(row), room, group_dst=0)
 
     def close(self) -> None:
         """Let go of the group, whose connections end with its last reference."""
         self._group = None
+
+    def _post(self, operation: Callable[..., Any], *tensors: Any, **place: int) -> GlooPending:
+        """Start an operation on tensors."""
+        with disconnecting():
+            work = operation(*tensors, **place, group=self._group, async_op=True)
+        return GlooPending(work, tensors)
 
 
 class StoreRendezvous:
@@ -96,13 +93,7 @@ class disconnecting:  # noqa: N801 (read as a verb, like contextlib's own)
     def __enter__(self) -> None:
         """Nothing to prepare."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del trace
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             raise_if_disconnected(error)
 
@@ -113,21 +104,15 @@ def raise_if_disconnected(error: RuntimeError) -> None:
     The trace of torch's error is dropped: its frames hold DistributedDataParallel, and so the
     connections by whose end others notice that this worker leaves.
     """
-    if _is_broken_connection(error):
+    text = str(error)
+    between_workers = isinstance(error, DistError) or "gloo" in text or "NCCL" in text
+    if between_workers and not isinstance(error, PoiseError):
         raise disconnection(error) from error.with_traceback(None)
 
 
 def disconnection(error: RuntimeError) -> Disconnected:
     """Return what torch says of a broken connection or a time-out."""
     return Disconnected(str(error), timed_out="imed out" in str(error))
-
-
-def _is_broken_connection(error: RuntimeError) -> bool:
-    """Tell a failure between workers from one of this worker's own."""
-    if isinstance(error, PoiseError):
-        return False
-    text = str(error)
-    return isinstance(error, DistError) or "gloo" in text or "NCCL" in text
 
 
 @contextmanager
@@ -137,8 +122,3 @@ def _hosted() -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:
         raise RendezvousLost(str(error)) from error
-
-
-def _pending(work: dist.Work | None, *tensors: Tensor) -> GlooPending:
-    assert work is not None
-    return GlooPending(work, tensors)
