@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from poise.torch.clocks import DeviceClock
+from poise.torch.devices import DeviceClock
 from poise.torch.groups import default_store
 from poise.torch.torch_private import (
     BUFFER_BROADCAST,
