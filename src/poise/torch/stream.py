@@ -38,8 +38,7 @@ class StreamLoader:
         raise TypeError("a stream has no length: it is over when every worker's part is")
 
     def __iter__(self) -> Iterator[Any]:
-        resumed = self._resumed
-        self._resumed = False
+        resumed, self._resumed = self._resumed, False
         if not resumed:
             self._begin_anew()
         epoch = self._batches.begin(resumed=resumed)
@@ -57,12 +56,14 @@ class StreamLoader:
             batch = self._batches.agreed(0 if fetched is None else fetched.samples)
             if batch is None:
                 break
-            self._note(fetched)
-            if fetched is not None:
-                contents = form = fetched.contents
-            else:
+            self.states_before = dict(self.states)
+            if fetched is None:
                 form = self._form() if form is None else form
                 contents = without_samples(form, self._slicer)
+            else:
+                contents = form = fetched.contents
+                if fetched.state is not None:
+                    self.states[fetched.process] = fetched.state
             self._batches.hand_out(batch, contents)
             yield contents
         self.states, self.states_before = {}, {}
@@ -100,11 +101,6 @@ class StreamLoader:
             f"worker {self._batches.worker}'s part of the stream has no sample at all, so no "
             "empty batch of its form can be made; give every worker at least one sample"
         )
-
-    def _note(self, fetched: "Fetched | None") -> None:
-        self.states_before = dict(self.states)
-        if fetched is not None and fetched.state is not None:
-            self.states[fetched.process] = fetched.state
 
     def _made(self) -> DataLoader[Any]:
         loader = DataLoader(
