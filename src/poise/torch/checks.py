@@ -220,8 +220,8 @@ def model_facts(models: Sequence[nn.Module]) -> dict[str, str]:
         for name, tensor in model.named_parameters():
             frozen = "" if tensor.requires_grad else " frozen"
             facts[f"parameter {name}{which}"] = f"{tensor.dtype} {tuple(tensor.shape)}{frozen}"
-        for name, tensor in model.named_buffers():
-            facts[f"buffer {name}{which}"] = f"{tensor.dtype} {tuple(tensor.shape)}"
+        for name, buffer in model.named_buffers():
+            facts[f"buffer {name}{which}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
     return facts
 
 

@@ -31,10 +31,7 @@ class GlooPending:
     def wait(self, limit_s: float | None = None) -> None:
         """Wait for its result, or raise Disconnected."""
         with disconnecting():
-            if limit_s is None:
-                self.work.wait()
-            else:
-                self.work.wait(timedelta(seconds=limit_s))
+            self.work.wait(timedelta(seconds=limit_s or 0))  # 0: as long as the group's limit says
 
 
 class GlooCollectives:
