@@ -117,10 +117,9 @@ class MicroBatches:
         if self._told or not tried:
             return
         self._told = True
-        worker = self.session.generation.worker
         warnings.warn(
-            f"worker {worker} ran out of memory with {tried} samples at once "
-            f"and goes on in parts of {self.most}; the gradient is the same. To start with "
+            f"worker {self.session.generation.worker} ran out of memory with {tried} samples at "
+            f"once and goes on in parts of {self.most}; the gradient is the same. To start with "
             "this size, state it for this worker in Balancer(..., micro_batch=[...])",
             PoiseWarning,
             stacklevel=3,

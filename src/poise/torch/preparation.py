@@ -57,7 +57,7 @@ def build(
 ) -> Built:
     """Build what trains; all workers call it together."""
     guard = equip(session, groups, handed)
-    compiles = any(is_compiled_itself(p) for model in handed.models for p in model.modules())
+    compiles = any(is_compiled_itself(part) for model in handed.models for part in model.modules())
     if compiles:
         session.events.on(HandedOut, lambda event: let_size_vary(event.contents))
     loader = training_loader(session, handed)
@@ -79,7 +79,6 @@ def equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
         peers.generation = replace(peers.generation, gradients=groups.gradients(devices))
     sharers = peers.introduce(member_on(device))
     clock, guard = clock_of(device), Guard(memory_of(device, sharers))
-    meter = Meter(clock, guard, loads_itself=loader.num_workers == 0)
     norms = None
     if settings.adapt is not None:
         norms = Norms(clock, device, peers, settings.scaler)
@@ -87,7 +86,7 @@ def equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
     session.equip(
         Equipment(
             clock=clock,
-            meter=meter,
+            meter=Meter(clock, guard, loads_itself=loader.num_workers == 0),
             norms=norms,
             lead=lead(loader),
             usable=lambda: is_usable([p.grad for p in handed.parameters]),

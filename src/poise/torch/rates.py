@@ -60,10 +60,6 @@ class Ramp:
         )
         return batch, gain
 
-    def rests_at(self, place: tuple[float, float]) -> bool:
-        """Whether it comes from there and goes nowhere else."""
-        return self.old == self.new == place
-
     def towards(self, new: tuple[float, float], momentum: float) -> "Ramp":
         """Return the ramp in the next step, when this is where to go."""
         if new == self.new:
@@ -146,7 +142,7 @@ class Rates:
         self._ramps = [
             each.towards(new, _momentum(group)) for each, group in zip(known, groups, strict=False)
         ]
-        if all(each.rests_at(self._rest) for each in self._ramps):
+        if all(each.old == each.new == self._rest for each in self._ramps):
             return
         # All are read before one is replaced: groups may share the tensor of their rate.
         self._replaced = [
