@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import poise
 from poise.core.order import Order
 from poise.torch import Balancer, Fixed
-from poise.torch.clocks import clock_of
+from poise.torch.devices import clock_of
 from tests.cluster import Fault, Workers
 from tests.inside import session_of
 

@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 from poise.policy import Fixed
 from poise.runtime.events import Events
 from poise.runtime.session import Session
+from poise.torch.checks import HandedIn, handed_in
 from poise.torch.groups import Groups
 from poise.torch.module import Link
 from poise.torch.places import Places
-from poise.torch.preparation import HandedIn, equip, handed_in, training_loader
+from poise.torch.preparation import equip, training_loader
 from poise.torch.settings import TorchSettings
 from poise.torch.updates import Updates
 from tests.cluster import Workers

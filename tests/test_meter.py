@@ -26,7 +26,7 @@ from poise.runtime.events import (
 from poise.runtime.memory import Guard, HostMemory
 from poise.runtime.meter import LoaderRate, Meter
 from poise.runtime.rows import BUCKETS, observation_of, unmeasured
-from poise.torch.clocks import DeviceClock, clock_of
+from poise.torch.devices import DeviceClock, clock_of
 
 MB = 2.0**20
 

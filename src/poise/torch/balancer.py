@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.util import Finalize
 from os import PathLike
-from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
@@ -242,36 +241,30 @@ class Balancer:
 
         Runs by itself at the end of the script.
         """
-        if self._ends():
-            self._training.close()
+        self._end(None)
 
     def __enter__(self) -> "Balancer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        elif self._ends():
-            self._training.fail(error)  # the process may live on, and nobody must wait for it
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._end(error)  # the process may live on, and nobody must wait for it
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None) or sys.exc_info()[1]
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            self.close()
-        elif self._ends():
-            self._training.fail(error)
+        regular = isinstance(error, SystemExit) and not error.code
+        self._end(None if regular else error)
 
-    def _ends(self) -> bool:
-        """True the first time."""
-        first, self._over = not self._over, True
+    def _end(self, error: BaseException | None) -> None:
+        """End the training, or let it fail; the first time only."""
+        if self._over:
+            return
+        self._over = True
         atexit.unregister(self._at_exit)
         self._finalizer.cancel()
-        return first
+        if error is None:
+            self._training.close()
+        else:
+            self._training.fail(error)
 
 
 def _begun(settings: TorchSettings, events: Events) -> Training:

@@ -2,15 +2,10 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from poise.runtime.slicing import parts
-from poise.torch.torch_private import graphs_compiled, is_compiled_itself, let_length_vary
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a model or a part of it runs through torch.compile."""
-    return any(map(is_compiled_itself, model.modules()))
+from poise.torch.torch_private import graphs_compiled, let_length_vary
 
 
 class Graphs:

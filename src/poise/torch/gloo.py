@@ -4,12 +4,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import DistError, ProcessGroup, Store
 
 from poise.core.timing import Floats
@@ -23,7 +21,8 @@ class GlooPending:
     """An operation of torch's, and the memory that it works on."""
 
     work: dist.Work
-    tensors: Sequence[Tensor]
+    tensors: Sequence[Any]
+    """Tensors, and lists of them."""
 
     def done(self) -> bool:
         """Whether its result is there."""
@@ -32,10 +31,7 @@ class GlooPending:
     def wait(self, limit_s: float | None = None) -> None:
         """Wait for its result, or raise Disconnected."""
         with disconnecting():
-            if limit_s is None:
-                self.work.wait()
-            else:
-                self.work.wait(timedelta(seconds=limit_s))
+            self.work.wait(timedelta(seconds=limit_s or 0))  # 0: as long as the group's limit says
 
 
 class GlooCollectives:
@@ -98,13 +94,7 @@ class disconnecting:  # noqa: N801 (read as a verb, like contextlib's own)
     def __enter__(self) -> None:
         """Nothing to prepare."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del trace
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             raise_if_disconnected(error)
 
@@ -115,21 +105,15 @@ def raise_if_disconnected(error: RuntimeError) -> None:
     The trace of torch's error is dropped: its frames hold DistributedDataParallel, and so the
     connections by whose end others notice that this worker leaves.
     """
-    if _is_broken_connection(error):
+    text = str(error)
+    between_workers = isinstance(error, DistError) or "gloo" in text or "NCCL" in text
+    if between_workers and not isinstance(error, PoiseError):
         raise disconnection(error) from error.with_traceback(None)
 
 
 def disconnection(error: RuntimeError) -> Disconnected:
     """Return what torch says of a broken connection or a time-out."""
     return Disconnected(str(error), timed_out="imed out" in str(error))
-
-
-def _is_broken_connection(error: RuntimeError) -> bool:
-    """Tell a failure between workers from one of this worker's own."""
-    if isinstance(error, PoiseError):
-        return False
-    text = str(error)
-    return isinstance(error, DistError) or "gloo" in text or "NCCL" in text
 
 
 @contextmanager

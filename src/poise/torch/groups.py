@@ -121,8 +121,8 @@ def launch_store(launch: Launch, timeout: timedelta | None) -> Store:
     """Meet the other workers where the launcher said."""
     limit = {} if timeout is None else {"timeout": timeout}
     if launch not in _MET:
-        met = next(iter(dist.rendezvous("env://", launch.worker, launch.workers, **limit)))
-        _MET[launch] = met[0]
+        meeting = dist.rendezvous("env://", launch.worker, launch.workers, **limit)
+        _MET[launch], _, _ = next(iter(meeting))
     if timeout is not None:
         _MET[launch].set_timeout(timeout)
     return _MET[launch]

@@ -9,8 +9,8 @@ local batch goes on in parts of half the size, on this worker alone.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.runtime.memory import Guard
 from poise.runtime.session import Session
 from poise.runtime.slicing import samples_left, sliced
+from poise.torch.compiling import let_size_vary
 from poise.torch.module import Link
 from poise.torch.part_gradients import PartGradients
 
@@ -28,38 +29,24 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 _TOLERANCE = 1e-6
 
 
+@dataclass(eq=False)
 class MicroBatches:
     """Cuts this worker's local batches into parts that fit into its memory."""
 
-    def __init__(
-        self,
-        session: Session,
-        links: Sequence[Link],
-        *,
-        most_samples: int | None,
-        guard: Guard,
-        prepared: Callable[[Any], None],
-    ) -> None:
-        """Cut batches of a training.
-
-        Args:
-            session: the training.
-            links: what ties its models to the other workers.
-            most_samples: of one part; None: all of them, until that does not fit.
-            guard: knows what fits.
-            prepared: is called with each part before it runs.
-        """
-        self._session = session
-        self._links = links
-        self._slicer = session.settings.slicer
-        self._guard = guard
-        self._prepared = prepared
-        self._most = most_samples
-        self._told = False
-        self._last: Batch | None = None
-        """The batch that was taken in parts last."""
-        self.unfinished = False
-        """Whether the loop over the parts was left before the last one."""
+    session: Session
+    links: Sequence[Link]
+    """What ties the models of the training to the other workers."""
+    guard: Guard
+    """Knows what fits."""
+    most: int | None
+    """Samples of one part; None: all of them, until that does not fit."""
+    compiles: bool = field(kw_only=True)
+    """Whether torch.compile is to be told that sizes vary."""
+    unfinished: bool = field(default=False, init=False)
+    """Whether the loop over the parts was left before the last one."""
+    _last: Batch | None = field(default=None, init=False)
+    """The batch that was taken in parts last."""
+    _told: bool = field(default=False, init=False)
 
     def used_for(self, batch: Batch | None) -> bool:
         """Whether this batch was taken in parts."""
@@ -67,20 +54,21 @@ class MicroBatches:
 
     def of(self, batch: Any) -> Iterator["Part"]:
         """Yield the parts of the batch under way; then reduce their gradient."""
-        counts = self._session.peers.counts
-        under_way = self._last = self._session.progress.batch_to_reduce()
-        samples = under_way.split[self._session.generation.worker]
-        if samples and self._slicer is None and counts.by_function:
+        counts = self.session.peers.counts
+        under_way = self._last = self.session.progress.batch_to_reduce()
+        samples = under_way.split[self.session.generation.worker]
+        if samples and self.session.settings.slicer is None and counts.by_function:
             samples = samples_left(batch, samples)
         self.unfinished = True
         total = counts.own
-        sums = PartGradients(self._session, self._links)
-        self._guard.begin_parts()
+        sums = PartGradients(self.session, self.links)
+        self.guard.begin_parts()
         start, counted, tried, largest = 0, 0.0, 0, 0
         while start < max(samples, 1):
             stop = int(min(samples, start + self._most_samples()))
             contents = self._cut(batch, samples, start, stop)
-            self._prepared(contents)
+            if self.compiles:
+                let_size_vary(contents)
             count = self._count(contents, stop - start, samples) if total else 0.0
             part = Part(contents, sums, count / total if total else 0.0, samples=stop - start)
             del contents
@@ -92,8 +80,8 @@ class MicroBatches:
                 )
             if part.out_of_memory:
                 tried = max(tried, stop - start)
-                self._most = (stop - start + 1) // 2
-                self._guard.ran_out(stop - start)
+                self.most = (stop - start + 1) // 2
+                self.guard.ran_out(stop - start)
                 _free_memory()
             else:
                 largest = max(largest, stop - start)
@@ -103,38 +91,35 @@ class MicroBatches:
                 f"count gave {total:g} for the local batch, but {counted:g} for its parts "
                 "together; the count of a batch must be the sum of the counts of its parts"
             )
-        if tried:
-            self._tell(tried)
-        self._guard.end_parts(largest)
+        self._tell(tried)
+        self.guard.end_parts(largest)
         sums.reduce()
         self.unfinished = False
 
     def _most_samples(self) -> float:
         """Return how many samples one part may have, as stated and as memory allows."""
-        return min(math.inf if self._most is None else self._most, self._guard.most_samples)
+        return min(math.inf if self.most is None else self.most, self.guard.most_samples)
 
     def _cut(self, batch: Any, samples: int, start: int, stop: int) -> Any:
         if stop - start == samples:
             return batch
-        if self._slicer is not None:
-            return self._slicer(batch, start, stop)
-        return sliced(batch, samples, start, stop)
+        slicer = self.session.settings.slicer
+        return sliced(batch, samples, start, stop) if slicer is None else slicer(batch, start, stop)
 
     def _count(self, contents: Any, samples: int, of: int) -> float:
-        counts = self._session.peers.counts
+        counts = self.session.peers.counts
         if counts.by_function:
             return counts.of(contents)
         return counts.own * samples / of
 
     def _tell(self, tried: int) -> None:
         """Say once that memory was short, and what to state to save the failed attempt."""
-        if self._told:
+        if self._told or not tried:
             return
         self._told = True
-        worker = self._session.generation.worker
         warnings.warn(
-            f"worker {worker} ran out of memory with {tried} samples at once "
-            f"and goes on in parts of {self._most}; the gradient is the same. To start with "
+            f"worker {self.session.generation.worker} ran out of memory with {tried} samples at "
+            f"once and goes on in parts of {self.most}; the gradient is the same. To start with "
             "this size, state it for this worker in Balancer(..., micro_batch=[...])",
             PoiseWarning,
             stacklevel=3,
@@ -159,12 +144,7 @@ class Part:
         contents, self._contents = self._contents, None
         return contents
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None:
             self._sums.add_part(self._share, self._samples)
             return False

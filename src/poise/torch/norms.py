@@ -79,10 +79,9 @@ class _Look:
     step: int
     samples: int
     """This worker's."""
-    loss_scale: Tensor | None
+    loss_scale: Tensor | None = None
     groups: list[_Group] = field(default_factory=list)
     in_parts: bool = False
-    backwards: int = 0
     over: bool = False
     """Whether all buckets were handed over."""
     whole: _Whole = field(default_factory=_Whole)
@@ -177,11 +176,10 @@ class Norms:
             self._kept.clear()
             first = None
         if first is not None or self._budget.allows(event.step):
-            look = _Look(event.step, event.samples, None, before=first)
+            look = self._now = _Look(event.step, event.samples, before=first)
+            self._looks.append(look)
             with self._timed(look):
                 look.loss_scale = self._loss_scale()
-            self._looks.append(look)
-            self._now = look
 
     def _part(self, event: PartComputed) -> None:
         look = self._now
@@ -190,16 +188,15 @@ class Norms:
         look.in_parts = True
         if event.counted:
             with self._timed(look):
-                group = _Group(event.counted, event.samples, _lengths(event.gradients))
-                look.groups.append(group)
+                norms = _lengths(event.gradients)
+            look.groups.append(_Group(event.counted, event.samples, norms))
 
     def _bucket(self, event: BucketReady) -> None:
         look, bucket = self._now, event.bucket
         if look is None:
             return
         gradient, first = bucket.buffer(), bucket.index() == 0
-        look.backwards += first
-        if look.backwards > 1:  # on the same batch: the gradients of two losses are added up
+        if first and look.whole.size:  # a second backward: the gradients of two losses are added up
             look.over = False
             self._now = None
             return
@@ -213,7 +210,7 @@ class Norms:
             look.groups.append(_Group(count, look.samples))
         with self._timed(look):
             if look.groups and not look.in_parts:
-                look.groups[0].norms.append(_number(_length(gradient)))
+                look.groups[0].norms.append(_length(gradient))
             if self._alone and len(look.groups) == 1:
                 self._compare(look, bucket)
 
@@ -221,7 +218,7 @@ class Norms:
         look = self._awaited.pop(event.number, None)
         if look is not None:
             with self._timed(look):
-                look.whole.norms.append(_number(_length(event.gradient)))
+                look.whole.norms.append(_length(event.gradient))
 
     def _used(self, event: Applying) -> None:
         self._budget.end(event.stamp.host_s)
@@ -235,12 +232,12 @@ class Norms:
             look.whole.used_size += sum(gradient.numel() for gradient in gradients)
 
     def _is_known(self, look: _Look) -> bool:
-        looks = [look] if look.before is None else [look, look.before]
         return all(
             each.over
             and len(each.whole.norms) == each.whole.awaited
             and all(self._clock.passed(end) for _, end in each.marks)
-            for each in looks
+            for each in (look, look.before)
+            if each is not None
         )
 
     def _summed(self, look: _Look) -> list[float] | None:
@@ -271,20 +268,15 @@ class Norms:
         if bucket.is_last() or self._now is None:
             kept.clear()
 
-    def _compared(self, look: _Look) -> list[float] | None:
+    def _compared(self, look: _Look) -> list[float]:
         """Return sums over two steps as if they were the groups of one."""
         before = look.before
-        if before is None or not (look.groups and before.groups):
-            return None
-        sums = look.group_sums() + before.group_sums()
+        assert before is not None  # else nothing is multiplied
+        old, new = before.group_sums(), look.group_sums()
         product = before.unscaled(look.unscaled(math.fsum(float(each) for each in look.products)))
-        counts = [each.groups[0].count for each in (before, look)]
-        squares = [
-            (count * each.unscaled(_norm(each.groups[0].norms))) ** 2
-            for count, each in zip(counts, (before, look), strict=True)
-        ]
-        whole = (sum(squares) + 2 * counts[0] * counts[1] * product) / sums.total**2
-        return [*sums, max(whole, 0.0)]
+        squares = old.total * old.sqnorms + new.total * new.sqnorms
+        whole = (squares + 2 * old.total * new.total * product) / (old.total + new.total) ** 2
+        return [*(old + new), max(whole, 0.0)]
 
     def _clipped(self, look: _Look) -> float:
         """Return whether the optimizer got less than the whole gradient; NaN: not known."""
@@ -327,8 +319,7 @@ def _length(gradient: Tensor) -> Tensor:
     """Return a gradient's norm."""
     if gradient.is_sparse:
         gradient = gradient.detach().coalesce().values()
-    length: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient))
-    return length
+    return _number(torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient)))
 
 
 def _lengths(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -336,7 +327,7 @@ def _lengths(gradients: Sequence[Tensor]) -> list[Tensor]:
     plain = all(g.dtype == _wide(g) and not g.is_sparse for g in gradients)
     if gradients and plain:
         return [_number(get_total_norm(gradients))]
-    return [_number(_length(gradient)) for gradient in gradients]
+    return [_length(gradient) for gradient in gradients]
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

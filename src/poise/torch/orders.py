@@ -44,14 +44,27 @@ class LoaderSampler:
             return _whole_numbers(self.sampler, self.length)
 
 
-def orders_of(loader: DataLoader[Any], length: int, seed: int, control: Drawing) -> Orders:
-    """Return the order that a loader asks for."""
-    sampler = loader.sampler
+def orders_of(loader: DataLoader[Any], seed: int, control: Drawing) -> Orders:
+    """Return the order that a loader of a map-style data set asks for."""
+    length, sampler = _length_of(loader), loader.sampler
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
         return KeyedOrders(Order(length=length, seed=seed))
     if type(sampler) is SequentialSampler:
         return KeyedOrders(Order(length=length, seed=seed, shuffled=False))
     return DrawnOrders(LoaderSampler(sampler, length, seed), length, control)
+
+
+def _length_of(loader: DataLoader[Any]) -> int:
+    """Return the length of a map-style data set, or raise."""
+    dataset = loader.dataset
+    if not isinstance(dataset, Sized):
+        raise InvalidSetting(
+            f"{type(dataset).__name__} has no length, so an epoch has no end that workers could "
+            "agree on; give the data set a __len__"
+        )
+    if len(dataset) == 0:
+        raise InvalidSetting("the data set is empty; training needs at least one sample")
+    return len(dataset)
 
 
 @contextmanager

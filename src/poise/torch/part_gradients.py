@@ -84,26 +84,22 @@ class PartGradients:
             for bucket, future in promised:
                 bucket.set_buffer(link.gradients.wait(future))
                 for parameter, gradient in zip(bucket.members, bucket.gradients(), strict=True):
-                    self._give(parameter, gradient if parameter in used else None)
+                    before = self._before[parameter]
+                    if parameter in used and before is not None:
+                        gradient.add_(before)
+                    parameter.grad = gradient if parameter in used else before
 
     def _used(self) -> set[nn.Parameter]:
         """Return the parameters that got a gradient on any worker whose batch counts."""
         parameters = list(self._before)
         peers = self._session.peers
         counts = peers.counts.own > 0
-        device = parameters[0].device
-        mask = torch.tensor([counts and p in self._sums for p in parameters], device=device)
-        mask = mask.to(torch.int32)
+        mine = [int(counts and p in self._sums) for p in parameters]
+        mask = torch.tensor(mine, dtype=torch.int32, device=parameters[0].device)
         doing = f"the reduction of step {peers.liveness.step}"
         with peers.liveness.watch(doing), disconnecting():
             dist.all_reduce(mask, group=peers.generation.gradients)
         return {p for p, users in zip(parameters, mask.tolist(), strict=True) if users}
-
-    def _give(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        before = self._before[parameter]
-        if gradient is not None and before is not None:
-            gradient.add_(before)
-        parameter.grad = before if gradient is None else gradient
 
     def _end_part(self) -> None:
         for link in self._links:

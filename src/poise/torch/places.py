@@ -22,7 +22,6 @@ class Places:
         """Raise unless all workers are at the same place; asked before each reduction."""
         if self._compared:
             return
-        names = ("epoch", "position", "step")
         place = torch.tensor([batch.epoch, batch.start, batch.step], device=device)
         extremes = torch.cat([place, -place])
         doing = f"the reduction of step {batch.step}"
@@ -30,7 +29,7 @@ class Places:
             group = self._session.generation.gradients
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         largest, smallest = extremes.view(2, -1).tolist()
-        for name, high, low in zip(names, largest, smallest, strict=True):
+        for name, high, low in zip(("epoch", "position", "step"), largest, smallest, strict=True):
             if high != -low:
                 raise Disagreement(
                     f"workers are at different places: {name} {-low} on one, {high} on another; "

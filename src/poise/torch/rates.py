@@ -8,7 +8,7 @@ itself, and afterwards they are the user's again. So schedulers, checkpoints and
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,10 +60,6 @@ class Ramp:
         )
         return batch, gain
 
-    def rests_at(self, place: tuple[float, float]) -> bool:
-        """Whether it comes from there and goes nowhere else."""
-        return self.old == self.new == place
-
     def towards(self, new: tuple[float, float], momentum: float) -> "Ramp":
         """Return the ramp in the next step, when this is where to go."""
         if new == self.new:
@@ -71,24 +67,13 @@ class Ramp:
         return Ramp(self.at(momentum), new)
 
 
-@dataclass(frozen=True)
-class _Replaced:
+class _Replaced(NamedTuple):
     """One setting of a parameter group while it is not the user's."""
 
     group: dict[str, Any]
     name: str
     users: Any
     ours: Any
-
-    def put(self) -> None:
-        _put(self.group, self.name, self.ours)
-
-    def restore(self) -> None:
-        """Give the user's value back, unless there is a newer one already."""
-        now = self.group[self.name]
-        same = torch.equal(now, self.ours) if isinstance(now, Tensor) else now == self.ours
-        if same:
-            _put(self.group, self.name, self.users)
 
 
 class Rates:
@@ -123,7 +108,7 @@ class Rates:
         """Put hooks around the optimizer's step."""
         return [
             self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
+            self._optimizer.register_step_post_hook(self.restore),
         ]
 
     @property
@@ -132,10 +117,13 @@ class Rates:
         group = self._optimizer.param_groups[0]
         return self._adjustment(group, self._ramps[0]).factor if self._ramps else 1.0
 
-    def restore(self) -> None:
-        """Give the user's settings back, also after a step that raised."""
-        for each in self._replaced:
-            each.restore()
+    def restore(self, *_: Any) -> None:
+        """Give the user's settings back after a step, also after one that raised."""
+        for group, name, users, ours in self._replaced:
+            now = group[name]
+            same = torch.equal(now, ours) if isinstance(now, Tensor) else now == ours
+            if same:  # else there is a newer one already
+                _put(group, name, users)
         self._replaced = []
 
     def saved(self) -> list[dict[str, Any]]:
@@ -154,7 +142,7 @@ class Rates:
         self._ramps = [
             each.towards(new, _momentum(group)) for each, group in zip(known, groups, strict=False)
         ]
-        if all(each.rests_at(self._rest) for each in self._ramps):
+        if all(each.old == each.new == self._rest for each in self._ramps):
             return
         # All are read before one is replaced: groups may share the tensor of their rate.
         self._replaced = [
@@ -162,11 +150,8 @@ class Rates:
             for group, each in zip(groups, self._ramps, strict=True)
             for setting in _settings(group, self._adjustment(group, each))
         ]
-        for setting in self._replaced:
-            setting.put()
-
-    def _after_step(self, *_: Any) -> None:
-        self.restore()
+        for group, name, _, ours in self._replaced:
+            _put(group, name, ours)
 
     def _adjustment(self, group: Mapping[str, Any], way: Ramp) -> Adjustment:
         batch, gain = way.at(_momentum(group))

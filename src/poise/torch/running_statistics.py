@@ -33,10 +33,10 @@ class RunningStatistics:
                 tensor.copy_(part.view_as(tensor))
 
     def _tensors(self) -> list[Tensor]:
-        candidates = (
+        return [
             statistic
             for layer in self._layers
             if layer.training
             for statistic in (layer.running_mean, layer.running_var)
-        )
-        return [statistic for statistic in candidates if statistic is not None]
+            if statistic is not None
+        ]

@@ -1,12 +1,18 @@
 """What a user may state when a Balancer is made, with what only DistributedDataParallel knows."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
+from poise.errors import InvalidSetting
 from poise.runtime.settings import Settings, as_held
-from poise.torch.ddp_options import check_options
 from poise.torch.gradient_sum import InnerHook
+
+_OURS = {"module", "process_group", "broadcast_buffers", "forward_sync_buffers"}
+"""Options of DistributedDataParallel that are not the user's to set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +25,19 @@ class TorchSettings(Settings):
     @staticmethod
     def of(ddp: Mapping[str, Any] | None, comm_hook: Any, **stated: Any) -> "TorchSettings":
         """Return what a user states, or raise if it cannot be."""
-        check_options(ddp or {})
-        inner = InnerHook.of(comm_hook)
-        return TorchSettings(**as_held(**stated), ddp=dict(ddp or {}), inner=inner)
+        options = dict(ddp or {})
+        _check_options(options)
+        return TorchSettings(**as_held(**stated), ddp=options, inner=InnerHook.of(comm_hook))
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise unless these options of DistributedDataParallel are the user's to set."""
+    ours = sorted(_OURS & set(options))
+    if ours:
+        raise InvalidSetting(f"ddp={{...}} sets {ours}, which Poise sets itself; leave them out")
+    unknown = sorted(set(options) - set(inspect.signature(DistributedDataParallel).parameters))
+    if unknown:
+        raise InvalidSetting(
+            f"ddp={{...}} has {unknown}, which DistributedDataParallel does not know; "
+            "use its own argument names"
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
@@ -23,7 +24,8 @@ class StreamLoader:
         self._users = loader
         self._batches = batches
         self._slicer = slicer
-        self._first = _FirstPass(loader.worker_init_fn)
+        self._starts: dict[int, Any] = {}
+        """Where each loader process is to start in the first pass after a resume."""
         self._resumed = False
         self._left = False
         """Whether a pass has begun and not come to its end."""
@@ -38,8 +40,7 @@ class StreamLoader:
         raise TypeError("a stream has no length: it is over when every worker's part is")
 
     def __iter__(self) -> Iterator[Any]:
-        resumed = self._resumed
-        self._resumed = False
+        resumed, self._resumed = self._resumed, False
         if not resumed:
             self._begin_anew()
         epoch = self._batches.begin(resumed=resumed)
@@ -47,7 +48,7 @@ class StreamLoader:
             self.dataset.set_epoch(epoch)
         self._left = True
         fetching = iter(self._loader)
-        self._first.states = {}
+        self._starts.clear()
         form: Any = None
         exhausted = False
         while True:
@@ -57,12 +58,14 @@ class StreamLoader:
             batch = self._batches.agreed(0 if fetched is None else fetched.samples)
             if batch is None:
                 break
-            self._note(fetched)
-            if fetched is not None:
-                contents = form = fetched.contents
-            else:
+            self.states_before = dict(self.states)
+            if fetched is None:
                 form = self._form() if form is None else form
                 contents = without_samples(form, self._slicer)
+            else:
+                contents = form = fetched.contents
+                if fetched.state is not None:
+                    self.states[fetched.process] = fetched.state
             self._batches.hand_out(batch, contents)
             yield contents
         self.states, self.states_before = {}, {}
@@ -74,7 +77,7 @@ class StreamLoader:
         if self._users.num_workers == 0 and 0 in states:
             self.dataset.load_state_dict(states[0])  # type: ignore[attr-defined]
         self.states, self.states_before = dict(states), dict(states)
-        self._first.states = dict(states)
+        self._starts = dict(states)
         self._resumed = True
         self._loader = self._made()
 
@@ -101,18 +104,13 @@ class StreamLoader:
             "empty batch of its form can be made; give every worker at least one sample"
         )
 
-    def _note(self, fetched: "Fetched | None") -> None:
-        self.states_before = dict(self.states)
-        if fetched is not None and fetched.state is not None:
-            self.states[fetched.process] = fetched.state
-
     def _made(self) -> DataLoader[Any]:
         loader = DataLoader(
             self._users.dataset,
             batch_size=1,
             drop_last=self._users.drop_last,
-            collate_fn=_Collate(self._users.collate_fn, self._users.dataset),
-            worker_init_fn=self._first,
+            collate_fn=partial(_collated, self._users.collate_fn, self._users.dataset),
+            worker_init_fn=partial(_started, self._users.worker_init_fn, self._starts),
             **settings_kept(self._users),
         )
         return with_batch_sampler(loader, PerPass(self._asked))
@@ -133,38 +131,25 @@ class Fetched(NamedTuple):
     contents: Any
 
 
-class _Collate:
-    """The user's collate_fn, and what is known only where it runs."""
+def _collated(collate: Any, dataset: Any, samples: list[Any]) -> Fetched:
+    """Return what the user's collate_fn makes, and what is known only where it runs."""
+    process = get_worker_info()
+    state = _state_of(dataset if process is None else process.dataset)
+    if process is None:  # nothing pickles the state here, and the data set may go on using it
+        return Fetched(len(samples), 0, deepcopy(state), collate(samples))
+    return Fetched(len(samples), process.id, state, collate(samples))
 
-    def __init__(self, collate: Any, dataset: Any) -> None:
-        self._collate = collate
-        self._dataset = dataset
 
-    def __call__(self, samples: list[Any]) -> Fetched:
-        process = get_worker_info()
-        dataset = self._dataset if process is None else process.dataset
-        state = _state_of(dataset)
-        if process is None:  # nothing pickles the state here, and the data set may go on using it
-            return Fetched(len(samples), 0, deepcopy(state), self._collate(samples))
-        return Fetched(len(samples), process.id, state, self._collate(samples))
+def _started(init: Any, starts: dict[int, Any], process: int) -> None:
+    """Call the user's worker_init_fn; in the first pass after a resume, also set the place."""
+    if init is not None:
+        init(process)
+    if process in starts:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.load_state_dict(starts[process])  # type: ignore[attr-defined]
 
 
 def _state_of(dataset: Any) -> Any:
     """Return where a data set stands; None if it cannot say."""
     return dataset.state_dict() if hasattr(dataset, "state_dict") else None
-
-
-class _FirstPass:
-    """The user's worker_init_fn; in the first pass after a resume it also sets the place."""
-
-    def __init__(self, init: Any) -> None:
-        self._init = init
-        self.states: dict[int, Any] = {}
-
-    def __call__(self, process: int) -> None:
-        if self._init is not None:
-            self._init(process)
-        if process in self.states:
-            info = get_worker_info()
-            assert info is not None
-            info.dataset.load_state_dict(self.states[process])  # type: ignore[attr-defined]

@@ -10,21 +10,18 @@ from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
 from poise.engine.progress import Progress
 from poise.errors import InvalidSetting, OutOfOrder, PoiseError
-from poise.runtime.batches import MapBatches, StreamBatches
 from poise.runtime.control import checked_mean
 from poise.runtime.events import Events, Prepared, Preparing
-from poise.runtime.passes import EvaluationPass
 from poise.runtime.recording import Recording
 from poise.runtime.saved import load_state, saved_state
 from poise.runtime.session import Session
 from poise.runtime.settings import most_samples
 from poise.runtime.training import Saved, Schedule
-from poise.torch.checks import check_loader, is_stream, length_of
+from poise.torch.checks import handed_in
 from poise.torch.groups import Groups
 from poise.torch.loader import ShareLoader, lead
 from poise.torch.micro import Part
-from poise.torch.orders import orders_of
-from poise.torch.preparation import Built, build, handed_in
+from poise.torch.preparation import Built, build, evaluation_loader
 from poise.torch.rates import saved_ramps
 from poise.torch.settings import TorchSettings
 from poise.torch.stream import StreamLoader
@@ -119,16 +116,7 @@ class Synchronous:
 
     def evaluation(self, loader: DataLoader[Any]) -> ShareLoader | StreamLoader:
         """Return a loader of this worker's shares; all workers get the same number of batches."""
-        check_loader(loader)
-        assert loader.batch_size is not None
-        session, settings = self._session, self._settings
-        passes = EvaluationPass(session, loader.batch_size)
-        if is_stream(loader):
-            batches = StreamBatches(passes, session.peers)
-            return StreamLoader(loader, batches, settings.slicer)
-        orders = orders_of(loader, length_of(loader), settings.seed, session.peers.control)
-        source = MapBatches(passes, orders, session.peers, drop_last=loader.drop_last)
-        return ShareLoader(loader, source, seed=settings.seed, slicer=settings.slicer)
+        return evaluation_loader(self._session, loader)
 
     def micro_batches(self, batch: Any) -> Iterator[Part]:
         """Iterate over parts of the batch under way; their gradient is reduced once."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from poise.patching import Call, Patch, Wrap, followed, patched, preceded
 from poise.runtime.slicing import parts
-from poise.torch.clocks import DeviceClock
+from poise.torch.devices import DeviceClock
 from poise.torch.groups import default_store
 from poise.torch.torch_private import (
     BUFFER_BROADCAST,

@@ -21,7 +21,6 @@ from poise.torch.checks import (
     check_models,
     check_optimizers,
     is_stream,
-    length_of,
     model_facts,
 )
 from poise.torch.orders import orders_of
@@ -104,7 +103,7 @@ class Given:
         check_optimizers(optimizers, models)
         check_loader(loader)
         check_servable(optimizers, loader)
-        orders = orders_of(loader, length_of(loader), settings.seed, DrawnAlone())
+        orders = orders_of(loader, settings.seed, DrawnAlone())
         facts = facts_of(settings, models, optimizers[0], loader, orders)
         return Given(models, optimizers[0], orders, facts)
 
@@ -134,9 +133,8 @@ def facts_of(
         **{f"the {name} of the data set": value for name, value in orders.identity().items()},
         "drop_last": loader.drop_last,
         "the number of models": len(models),
+        **model_facts(models),
     }
-    for number, model in enumerate(models):
-        facts.update(model_facts(model, f" of model {number}" if len(models) > 1 else ""))
     return {key: str(value) for key, value in facts.items()}
 
 

@@ -24,9 +24,8 @@ from poise.runtime.meter import Meter
 from poise.runtime.rows import observation_of
 from poise.runtime.session import Fetching
 from poise.torch.asynchronous.messages import Handed
-from poise.torch.clocks import clock_of
 from poise.torch.compiling import Graphs
-from poise.torch.memory import memory_of
+from poise.torch.devices import clock_of, memory_of
 
 
 class Measuring:
