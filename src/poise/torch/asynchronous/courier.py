@@ -83,8 +83,7 @@ class Courier:
             self._link.say(Leave())
 
     def close(self) -> None:
-        """Let go of the connection."""
-        self._link.close()
+        """End the thread, whose connection is closed."""
         if self._thread is not None:
             self._thread.shutdown()
 

@@ -15,7 +15,15 @@ from poise.runtime.events import Events, Joined, Left, Lost
 from poise.torch.asynchronous.course import Course, Failed
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
-from poise.torch.asynchronous.messages import Begin, Handed, Leave, NoMore, Push, Weights
+from poise.torch.asynchronous.messages import (
+    Begin,
+    Handed,
+    Leave,
+    NoMore,
+    Push,
+    Weights,
+    samples_of,
+)
 from poise.torch.asynchronous.parameters import Parameters, momentum_notice
 from poise.torch.asynchronous.service import ServedWorker, Service
 from poise.torch.asynchronous.updates import Updates
@@ -243,10 +251,8 @@ class Desk:
 
     def _handed(self, share: Share) -> Handed:
         """Return a local batch as it travels."""
-        course, samples = self.course, None
-        if course.order is not None:
-            spans = [course.order.at(start, stop).tolist() for start, stop in share.ranges]
-            samples = tuple(sample for span in spans for sample in span)
+        course = self.course
+        samples = None if course.order is None else samples_of(course.order, share.ranges)
         planned = round(share.part * course.global_batch)
         return Handed(share.number, share.epoch, share.ranges, planned, samples)
 

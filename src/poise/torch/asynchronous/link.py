@@ -36,12 +36,7 @@ class Link:
 
     def answer(self) -> Message:
         """Return the server's next message, or raise what it says instead."""
-        found = self.channel.hear()
-        if "refused" in found:
-            raise Disagreement(str(found["refused"]))
-        if "failed" in found:
-            raise ServerLost(str(found["failed"]))
-        return message_of(found)
+        return message_of(heard(self.channel))
 
     def listen(self) -> Message:
         """Return a worker's next message."""
@@ -74,6 +69,16 @@ class Link:
         """Let go of the connection."""
         self._pair = None
         self.channel.close()
+
+
+def heard(channel: Channel, refusing: str = "") -> dict[str, Any]:
+    """Return what the server says next, or raise that it refuses this worker, or failed."""
+    found = channel.hear()
+    if "refused" in found:
+        raise Disagreement(f"{refusing}{found['refused']}")
+    if "failed" in found:
+        raise ServerLost(str(found["failed"]))
+    return found
 
 
 @contextmanager

@@ -27,12 +27,7 @@ from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.admission import Admission
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.desk import Desk
-from poise.torch.asynchronous.facts import (
-    Given,
-    check_alone,
-    own_mean,
-    prepared,
-)
+from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepared
 from poise.torch.asynchronous.messages import NoMore
 from poise.torch.asynchronous.parameters import Parameters, momentum_notice
 from poise.torch.asynchronous.role import Role

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from poise import __version__
 from poise.core.noise import NoiseTrack
@@ -16,19 +15,13 @@ from poise.runtime.clocks import host_stamp
 from poise.runtime.events import Events, Prepared, Preparing
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.exchange import ServerExchange
-from poise.torch.asynchronous.facts import (
-    Given,
-    check_alone,
-    own_mean,
-    prepared,
-)
+from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepared
 from poise.torch.asynchronous.joined_loader import JoinedLoader
 from poise.torch.asynchronous.joining import Joining
 from poise.torch.asynchronous.messages import About, Weights
 from poise.torch.asynchronous.role import Role
 from poise.torch.asynchronous.service import Pushed
 from poise.torch.checks import check_loader
-from poise.torch.devices import device_kind
 from poise.torch.loader import lead
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
@@ -43,13 +36,12 @@ class JoinedWorker:
         """Knock at the server's door."""
         check_alone(settings)
         self._events = events
-        self._settings = settings.unrecorded()  # the server writes the record
+        self._settings = settings
         mode = None if role.mode is None else str(role.mode)
         about = About(__version__, mode, role.number, socket.gethostname())
         self._joining = Joining(role.address, about)
         self.worker = self._joining.worker
         self._exchange: ServerExchange | None = None
-        self._hooks: list[RemovableHandle] = []
 
     @property
     def workers(self) -> int:
@@ -83,17 +75,11 @@ class JoinedWorker:
         self._events.train_here()
         self._events.tell(Preparing(0, host_stamp()))
         given = Given.checked(model, optimizer, loader, self._settings)
-        self._joining.agree(given.facts, device_kind(given.device))
-        epoch = self._joining.receive(given.models)
-        exchange = ServerExchange(self._joining, given, loader, epoch, self._events)
-        self._exchange = exchange
-        self._hooks = [
-            given.optimizer.register_step_pre_hook(exchange.push),
-            given.optimizer.register_step_post_hook(exchange.restore),
-        ]
+        epoch = self._joining.enter(given)
+        self._exchange = ServerExchange(self._joining, given, epoch, self._events)
         told = (None, given.models, [given.optimizer], False, lead(loader))
         self._events.tell(Prepared(0, host_stamp(), *told))
-        return model, optimizer, JoinedLoader(loader, exchange, given.orders, self._settings)
+        return model, optimizer, JoinedLoader(self._exchange, given)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the epochs from that on in which the server is."""
@@ -135,7 +121,7 @@ class JoinedWorker:
     def close(self) -> None:
         """Leave the server."""
         if self._exchange is not None:
-            self._exchange.leave()
+            self._exchange.courier.leave()
         self._let_go()
 
     def fail(self, error: BaseException) -> None:
@@ -143,11 +129,9 @@ class JoinedWorker:
         self._let_go()
 
     def _let_go(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._joining.link.close()
         if self._exchange is not None:
             self._exchange.close()
-        self._joining.link.close()
 
     @property
     def _news(self) -> Weights | None:
