@@ -53,13 +53,19 @@ class Desk:
     """Serves each worker in a thread of its own."""
 
     def __init__(
-        self, course: Course, parameters: Parameters, recorder: Recorder | None, events: Events
+        self,
+        course: Course,
+        parameters: Parameters,
+        recorder: Recorder | None,
+        events: Events,
+        address: str,
     ) -> None:
         self.course = course
         self.events = events
         self.parameters = parameters
         self._updates = Updates(course, parameters)
         self._recorder = recorder
+        self._address = address
         self._guests: dict[int, Guest] = {}
         self._began_s: float | None = None
         """When the first push came."""
@@ -74,13 +80,13 @@ class Desk:
         finally:
             self._leave(guest)
 
-    def service(self, address: str) -> Service:
-        """Return what the server at an address does, at this moment."""
+    def service(self) -> Service:
+        """Return what the server does, at this moment."""
         engine = self.course.engine
         split = engine.plan.split
         known = len(split) == len(engine.members)
         return Service(
-            address=address,
+            address=self._address,
             mode=str(engine.mode),
             epoch=engine.epoch,
             pushed=engine.pool.pushed,
@@ -115,7 +121,7 @@ class Desk:
             except PoiseError as error:  # the policy cannot follow
                 raise Disagreement(str(error)) from error
             self._guests[guest.worker] = guest
-            self._updates.join(guest.worker)
+            self._updates.factors[guest.worker] = 1.0
             self._record(decided)
             workers = len(course.engine.members)
         step = course.engine.updates
@@ -132,7 +138,7 @@ class Desk:
             del self._guests[guest.worker]
             decided, course.engine = course.engine.leave(guest.worker, done=guest.done)
             self._record(decided)
-            self._updates.leave(guest.worker)
+            self._updates.apply_complete()
         step = course.engine.updates
         if guest.done or course.ended is not None:
             self.events.tell(Left(step, host_stamp(), guest.worker))
@@ -239,7 +245,7 @@ class Desk:
                 handed=tuple(self._handed(share) for share in shares),
                 versions=copied.versions,
                 rates=copied.rates,
-                factor=self._updates.factor(guest.worker),
+                factor=self._updates.factors[guest.worker],
                 samples=engine.samples,
                 dropped=engine.member(guest.worker).tally.dropped,
                 split=engine.plan.split,

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -95,17 +95,12 @@ class Parameters:
         self.optimizer = optimizer
         self.before_update: list[Callable[[], None]] = []
         """What is called before each update; it may change the learning rates."""
+        parts = _parts(self.trained, most_shards if _divides(optimizer) else 1)
         self._shards = [
             _Shard(first, part, optimizer if len(parts) == 1 else optimizer_of(optimizer, part))
-            for parts in [_parts(self.trained, most_shards if _divides(optimizer) else 1)]
             for first, part in parts
         ]
         self._merging = threading.Lock()
-
-    @property
-    def shards(self) -> int:
-        """How many there are."""
-        return len(self._shards)
 
     @property
     def busy_s(self) -> float:
@@ -198,16 +193,16 @@ class Parameters:
                     ours.copy_(torch.maximum(ours, theirs.to(ours.device)))
 
 
+@dataclass(eq=False)
 class _Shard:
     """Some of the parameters."""
 
-    def __init__(self, first: int, parameters: Sequence[nn.Parameter], stepper: Optimizer) -> None:
-        self.parameters = list(parameters)
-        self.first = first
-        self.stepper = stepper
-        self.version = 0
-        self.busy_s = 0.0
-        self._lock = threading.Lock()
+    first: int
+    parameters: Sequence[nn.Parameter]
+    stepper: Optimizer
+    version: int = 0
+    busy_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def held(self) -> Iterator[float]:

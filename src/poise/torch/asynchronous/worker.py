@@ -19,7 +19,7 @@ from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepare
 from poise.torch.asynchronous.joined_loader import JoinedLoader
 from poise.torch.asynchronous.joining import Joining
 from poise.torch.asynchronous.messages import About, Weights
-from poise.torch.asynchronous.role import Role
+from poise.torch.asynchronous.role import WorkerRole
 from poise.torch.asynchronous.service import Pushed
 from poise.torch.checks import check_loader
 from poise.torch.loader import lead
@@ -32,7 +32,7 @@ class JoinedWorker:
 
     noise: NoiseTrack | None = None
 
-    def __init__(self, role: Role, settings: TorchSettings, events: Events) -> None:
+    def __init__(self, role: WorkerRole, settings: TorchSettings, events: Events) -> None:
         """Knock at the server's door."""
         check_alone(settings)
         self._events = events
