@@ -44,7 +44,6 @@ class Guest:
     """Where its pushes arrive."""
     weights: Flat
     """From where its copies leave."""
-    iteration_s: float = math.nan
     done: bool = False
     """Whether it has said that it leaves."""
 
@@ -53,20 +52,15 @@ class Desk:
     """Serves each worker in a thread of its own."""
 
     def __init__(
-        self,
-        course: Course,
-        parameters: Parameters,
-        recorder: Recorder | None,
-        events: Events,
-        address: str,
+        self, course: Course, parameters: Parameters, recorder: Recorder | None, events: Events
     ) -> None:
         self.course = course
         self.events = events
         self.parameters = parameters
         self._updates = Updates(course, parameters)
         self._recorder = recorder
-        self._address = address
-        self._guests: dict[int, Guest] = {}
+        self._iteration_s: dict[int, float] = {}
+        """Of each worker that has told it, the last one."""
         self._began_s: float | None = None
         """When the first push came."""
 
@@ -80,13 +74,13 @@ class Desk:
         finally:
             self._leave(guest)
 
-    def service(self) -> Service:
-        """Return what the server does, at this moment."""
+    def service(self, address: str) -> Service:
+        """Return what the server at an address does, at this moment."""
         engine = self.course.engine
         split = engine.plan.split
         known = len(split) == len(engine.members)
         return Service(
-            address=self._address,
+            address=address,
             mode=str(engine.mode),
             epoch=engine.epoch,
             pushed=engine.pool.pushed,
@@ -99,7 +93,7 @@ class Desk:
                     member.worker,
                     member.label,
                     split[place] if known else 0,
-                    guest.iteration_s if (guest := self._guests.get(member.worker)) else math.nan,
+                    self._iteration_s.get(member.worker, math.nan),
                     member.tally,
                 )
                 for place, member in enumerate(engine.members)
@@ -120,7 +114,6 @@ class Desk:
                 decided, course.engine = course.engine.join(guest.worker, guest.label)
             except PoiseError as error:  # the policy cannot follow
                 raise Disagreement(str(error)) from error
-            self._guests[guest.worker] = guest
             self._updates.factors[guest.worker] = 1.0
             self._record(decided)
             workers = len(course.engine.members)
@@ -135,7 +128,7 @@ class Desk:
         """A worker is gone; what it has not pushed is handed to others."""
         course = self.course
         with course.changing():
-            del self._guests[guest.worker]
+            self._iteration_s.pop(guest.worker, None)
             decided, course.engine = course.engine.leave(guest.worker, done=guest.done)
             self._record(decided)
             self._updates.apply_complete()
@@ -200,7 +193,7 @@ class Desk:
         queued_s = self._updates.push(worker, push, guest.gradient, finite=finite)
         with course.changing():
             if push.report is not None:
-                guest.iteration_s = push.report.iteration_s
+                self._iteration_s[worker] = push.report.iteration_s
                 decided, course.engine = course.engine.reported(worker, push.report)
                 self._record(decided)
             here = course.engine.member(worker).epoch == course.engine.epoch

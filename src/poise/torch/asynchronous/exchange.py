@@ -1,18 +1,24 @@
 """A worker's side of the exchange with its server: gradients out, weights and samples in."""
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from poise.errors import OutOfOrder
+from poise.errors import Disagreement, OutOfOrder
+from poise.runtime.channel import GONE
+from poise.runtime.clocks import Waits
 from poise.runtime.events import Events
-from poise.torch.asynchronous.courier import Courier
 from poise.torch.asynchronous.facts import Given
 from poise.torch.asynchronous.joining import Joining
+from poise.torch.asynchronous.link import server_needed
 from poise.torch.asynchronous.measuring import Measuring
-from poise.torch.asynchronous.messages import Begin, Handed, NoMore, Push, Weights
+from poise.torch.asynchronous.messages import Begin, Handed, Leave, Message, NoMore, Push, Weights
 from poise.torch.asynchronous.replica import Notices, Replica
 from poise.torch.backwards import Tally, count_backwards, is_usable
 from poise.torch.loader import lead
@@ -27,7 +33,7 @@ class ServerExchange:
         self._notices = Notices(given.models)
         self._under_way = _UnderWay(self._replica.trained)
         self.measuring = Measuring(given.device, events, loads_itself=loads_itself)
-        self.courier = Courier(joining, self._replica, self.measuring.waited)
+        self.courier = Courier(joining, self._replica, self.measuring.waits)
         self._shares_at_once = lead(given.loader) + 1 + joining.ahead
         self.epoch = epoch
         self.done = False
@@ -51,12 +57,11 @@ class ServerExchange:
         self.measuring.disturb()
         skipped, kept = under_way.take_skipped(), tuple(under_way.numbers)
         answer = self.courier.ask(Begin(self.epoch, self._shares_at_once, skipped, kept))
+        self._take_over()
         if isinstance(answer, NoMore):
-            self._take(self.courier.arrived())
             self.epoch, self.done = answer.epoch, answer.done
             under_way.numbers.clear()
             return False
-        self._take(answer)
         if answer.counted:
             under_way.numbers.clear()  # what is added up is pushed with the next one
         return True
@@ -96,8 +101,9 @@ class ServerExchange:
             report=self.measuring.report(),
         )
         under_way.numbers.clear()
-        self._take(self.courier.arrived())
-        self._take(self.courier.carry(push, f"the push of step {under_way.steps - 1}"))
+        self._take_over()
+        self.courier.carry(push, f"the push of step {under_way.steps - 1}")
+        self._take_over()
         self.measuring.pushed()
         replica.put_gradients_aside()
 
@@ -106,10 +112,99 @@ class ServerExchange:
         self._replica.put_gradients_back()
         self.measuring.updated(optimizer)
 
-    def _take(self, said: Weights | None) -> None:
+    def _take_over(self) -> None:
+        """Compute with the weights that have arrived from now on, if there are some."""
+        said = self.courier.arrived()
         if said is not None:
             self._replica.take(said)
             self.news = said
+
+
+class Courier:
+    """Carries pushes to the server, one at a time; with `ahead`, while the worker computes."""
+
+    def __init__(self, joining: Joining, replica: Replica, waits: Waits) -> None:
+        self._joining = joining
+        self._replica = replica
+        self._waits = waits
+        self._thread = ThreadPoolExecutor(1, "poise-exchange") if joining.ahead else None
+        self._traveling: Future[Weights] | None = None
+        self._arrived: Weights | None = None
+        """Weights that are here and not yet taken over."""
+        self._shares: deque[Handed] = deque()
+        """Handed to this worker, and not yet fetched."""
+
+    def ask(self, asked: Begin) -> Weights | NoMore:
+        """Ask for local batches; those that were handed before are forgotten."""
+        self._shares.clear()
+        answer = self._answer(asked, "asking for samples")
+        if isinstance(answer, Weights):
+            self._arrive(answer, 0.0)
+        elif not isinstance(answer, NoMore):
+            raise Disagreement(f"the server answered with {type(answer).__name__}")
+        return answer
+
+    def next_share(self) -> Handed | None:
+        """Return the next local batch to fetch; None: there is no more for now."""
+        if not self._shares:
+            self.wait()
+        return self._shares.popleft() if self._shares else None
+
+    def carry(self, push: Push, doing: str) -> None:
+        """Carry a push; new weights are here then, or arrive while the worker computes."""
+        if self._thread is not None:
+            self._traveling = self._thread.submit(self._exchange, push, doing)
+        else:
+            answer = self._exchange(push, doing)
+            self._arrive(answer, answer.queued_s)
+
+    def wait(self) -> None:
+        """Wait for what travels while the worker computes, if there is something."""
+        if self._traveling is None:
+            return
+        start_s = time.perf_counter()
+        traveling, self._traveling = self._traveling, None
+        answer = traveling.result()
+        self._arrive(answer, min(time.perf_counter() - start_s, answer.queued_s))
+
+    def arrived(self) -> Weights | None:
+        """Return weights that are here and not yet taken over, once."""
+        arrived, self._arrived = self._arrived, None
+        return arrived
+
+    def leave(self) -> None:
+        """Tell the server that this worker leaves."""
+        with suppress(*GONE, Disagreement):  # it may have left before
+            self.wait()
+            self._joining.link.say(Leave())
+
+    def close(self) -> None:
+        """End the thread, whose connection is closed."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _arrive(self, answer: Weights, waited_s: float) -> None:
+        self._arrived = answer
+        self._shares.extend(answer.handed)
+        self._waits.seconds += waited_s
+
+    def _exchange(self, push: Push, doing: str) -> Weights:
+        answer = self._answer(push, doing)
+        if not isinstance(answer, Weights):
+            raise Disagreement(f"the server answered a push with {type(answer).__name__}")
+        return answer
+
+    def _answer(self, said: Begin | Push, doing: str) -> Message:
+        """Return what the server answers, with the weights, if they follow, in the replica."""
+        link = self._joining.link
+        with server_needed(self._joining.address, doing):
+            link.say(said)
+            if isinstance(said, Push):
+                link.send(self._replica.gradient.bytes)
+            answer = link.answer()
+            if isinstance(answer, Weights):
+                link.receive(self._replica.weights.bytes)
+        return answer
 
 
 class _UnderWay:

@@ -55,13 +55,11 @@ class Link:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor on the CPU."""
-        assert self._pair is not None
         with _as_connection():
             self._pair.send([tensor], self._peer, 0).wait()
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Receive a tensor into another one of the same size."""
-        assert self._pair is not None
         with _as_connection():
             self._pair.recv([tensor], self._peer, 0).wait()
 

@@ -25,6 +25,8 @@ from poise.torch.torch_private import NormBase, mark_stepped, optimizer_of
 
 SHARD_BYTES = 8 * 1024**2
 """A shard has at least so many bytes: smaller ones cost more than they save."""
+_ADJUSTED = ("lr", "momentum", "betas")
+"""Settings of an optimizer that are others while it applies a push."""
 Versions = tuple[int, ...]
 
 
@@ -243,7 +245,9 @@ def _adjusted(
 ) -> Iterator[None]:
     """Let an optimizer step with the user's settings of now, adjusted; then they are back."""
     stepper.state = users.state  # which is another one after load_state_dict
-    kept = [dict(group) for group in stepper.param_groups]
+    kept = [
+        {key: group[key] for key in _ADJUSTED if key in group} for group in stepper.param_groups
+    ]
     for group, stated in zip(stepper.param_groups, users.param_groups, strict=True):
         group.update({key: value for key, value in stated.items() if key != "params"})
         if factor != 1:
@@ -257,6 +261,4 @@ def _adjusted(
         yield
     finally:
         for group, before in zip(stepper.param_groups, kept, strict=True):
-            for key in ("lr", "momentum", "betas"):
-                if key in before:
-                    group[key] = before[key]
+            group.update(before)

@@ -116,7 +116,7 @@ class Server:
         recorder = None
         if settings.record is not None:
             recorder = Recorder(settings.record, decides, mode=str(self.mode))
-        desk = Desk(course, parameters, recorder, events, self.address)
+        desk = Desk(course, parameters, recorder, events)
         self._desk, self._saves = desk, saves
         self._admission.open(desk, given)
         notice = momentum_notice(self.mode, given.optimizer, serving.workers)
@@ -124,7 +124,7 @@ class Server:
             warnings.warn(notice, PoiseWarning, stacklevel=3)
         told = (None, (), [given.optimizer], False, 0)
         events.tell(Prepared(0, host_stamp(), *told))
-        return model, optimizer, ServedEpoch(desk, given.orders, saves, serving)
+        return model, optimizer, ServedEpoch(desk, given.orders, saves, serving, self.address)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the epochs that are left."""
@@ -174,7 +174,7 @@ class Server:
 
     def service(self) -> Service:
         """Return what the server does, at this moment."""
-        return prepared(self._desk, "service").service()
+        return prepared(self._desk, "service").service(self.address)
 
 
 @dataclass(eq=False)
@@ -188,6 +188,7 @@ class ServedEpoch:
     orders: Orders
     saves: Saves
     serving: Serving
+    address: str
     _shown_s: float = field(default_factory=time.monotonic)
     _saved_s: float = field(default_factory=time.monotonic)
 
@@ -218,7 +219,7 @@ class ServedEpoch:
         if now_s - self._shown_s >= show_every_s:
             self._shown_s = now_s
             if self.serving.show is not None:
-                self.serving.show(self.desk.service())
+                self.serving.show(self.desk.service(self.address))
         if now_s - self._saved_s >= save_every_s:
             self.saves.save()
             self._saved_s = time.monotonic()

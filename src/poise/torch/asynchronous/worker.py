@@ -8,21 +8,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from poise import __version__
+from poise.core.batch import steps_per_epoch
 from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
 from poise.errors import InvalidSetting, OutOfOrder
+from poise.runtime.batches import Cut
 from poise.runtime.clocks import host_stamp
 from poise.runtime.events import Events, Prepared, Preparing
+from poise.runtime.orders import KeyedOrders
+from poise.runtime.session import Fetching
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.exchange import ServerExchange
 from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepared
-from poise.torch.asynchronous.joined_loader import JoinedLoader
 from poise.torch.asynchronous.joining import Joining
-from poise.torch.asynchronous.messages import About, Weights
+from poise.torch.asynchronous.messages import About, Handed, Weights, samples_of
 from poise.torch.asynchronous.role import WorkerRole
 from poise.torch.asynchronous.service import Pushed
 from poise.torch.checks import check_loader
-from poise.torch.loader import lead
+from poise.torch.loader import ShareLoader, lead
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
 
@@ -137,3 +140,48 @@ class JoinedWorker:
     def _news(self) -> Weights | None:
         """What the server said last."""
         return None if self._exchange is None else self._exchange.news
+
+
+class JoinedLoader:
+    """A loader of the local batches that the server hands to this worker, and their source."""
+
+    def __init__(self, exchange: ServerExchange, given: Given) -> None:
+        self.dataset = given.loader.dataset
+        self._exchange = exchange
+        self._given = given
+        seed, slicer = given.settings.seed, given.settings.slicer
+        self._loader = ShareLoader(given.loader, self, seed=seed, slicer=slicer)
+
+    def __len__(self) -> int:
+        """Global batches of an epoch; this worker's batches are as many as it manages."""
+        length, global_batch = len(self._given.orders), self._given.settings.global_batch
+        return steps_per_epoch(length, global_batch, drop_last=self._given.loader.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        more = self._exchange.begin(new_pass=True)
+        while more:
+            yield from self._loader
+            more = self._exchange.begin(new_pass=False)
+
+    def begin(self) -> Iterator[Cut]:
+        """Take what was handed to this worker, until there is no more for now."""
+        orders = self._given.orders
+        while (handed := self._exchange.courier.next_share()) is not None:
+            samples = handed.samples
+            if samples is None:
+                assert isinstance(orders, KeyedOrders)
+                samples = samples_of(orders.at(handed.epoch), handed.ranges)
+            yield Cut(handed, handed.epoch, list(samples))
+
+    def loading(self) -> Fetching:
+        """Measure how long it takes."""
+        return self._exchange.measuring.fetching
+
+    def hand_out(self, batch: Handed, contents: Any) -> None:
+        """Note what is computed next, and what its loss is divided by."""
+        count = self._given.settings.count
+        divided_by = batch.count if count is None else float(count(contents))
+        self._exchange.hand_out(batch, contents, divided_by)
+
+    def end(self) -> None:
+        """More may come."""
