@@ -12,7 +12,6 @@ from poise.runtime.channel import GONE, Channel
 from poise.runtime.door import Door, check_secret
 from poise.torch.asynchronous.course import Course, Ending, Failed
 from poise.torch.asynchronous.desk import Desk
-from poise.torch.asynchronous.facts import Given
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import About, NoMore, about_of
@@ -35,28 +34,28 @@ class Admission:
         self._mode = role.mode
         self._course = course
         self._limit_s = hang_s or _HANG_S
-        self._prepared: tuple[Desk, Given] | None = None
-        """Where workers are served, and with what; None until the script prepares it."""
+        self._desk: Desk | None = None
+        """Where workers are served; None until the script prepares its training."""
         self._numbers: set[int] = set()
         """Of workers that are here or about to be."""
         self._door = Door(host, role.serving.port, secret, about_of, self._meet)
         self.address = self._door.address
 
-    def open(self, desk: Desk, given: Given) -> None:
+    def open(self, desk: Desk) -> None:
         """Let workers join who were given the same, those that have waited for it and others."""
         with self._course.changing():
-            self._prepared = desk, given
+            self._desk = desk
 
     def end(self, said: Ending) -> None:
         """Tell the workers that it ends and why, once, and let go of them."""
         if self._course.ended is not None:
             return
         self._course.end(said)
-        if self._prepared is not None:
+        if self._desk is not None:
             self._course.await_leaves(_GOODBYE_S)
         self._door.close(_GOODBYE_S)
-        if self._prepared is not None:
-            self._prepared[0].close()
+        if self._desk is not None:
+            self._desk.close()
 
     def _meet(self, channel: Channel, about: About) -> None:
         """Host a worker, in a thread of its own, until it leaves."""
@@ -90,27 +89,27 @@ class Admission:
         ahead = isinstance(self._mode, Async) and self._mode.ahead
         channel.tell({"worker": worker, "mode": str(self._mode), "ahead": ahead})
         training = channel.hear()
-        desk, given = self._await_prepared(channel)
-        _check_facts(given.facts, training.get("facts"))
+        desk = self._await_desk(channel)
+        _check_facts(desk.given.facts, training.get("facts"))
         channel.set_limit(self._limit_s)
         channel.tell({"accepted": True})
         link.pair_up(server=True)
         self._course.await_first_pass(channel)
         channel.tell({"epoch": self._course.engine.epoch})
         # What is trained comes again, up to date, with the first samples.
-        whole = Flat(everything(given.models))
-        whole.read(everything(given.models))
+        whole = Flat(everything(desk.given.models))
+        whole.read(everything(desk.given.models))
         link.send(whole.bytes)
         label = f"{about.host}, {training.get('device')}"[:_LABEL]
         printable = "".join(each if each.isprintable() else "?" for each in label)
         desk.serve(link, worker, printable)
 
-    def _await_prepared(self, channel: Channel) -> tuple[Desk, Given]:
+    def _await_desk(self, channel: Channel) -> Desk:
         """Wait until the script has prepared its training, as long as the worker is there."""
         with self._course.changing():
-            while self._prepared is None:
+            while self._desk is None:
                 self._course.look_after(channel)
-            return self._prepared
+            return self._desk
 
     def _number(self, wanted: int | None) -> int:
         """Return the number that a worker wants, or the first that is free."""

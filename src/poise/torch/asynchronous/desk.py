@@ -2,17 +2,20 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poise.engine.member import Share
+from poise.engine.modes import Stale
 from poise.engine.round import Round
 from poise.errors import Disagreement, PoiseError
 from poise.records import Recorder
 from poise.runtime.clocks import host_stamp
 from poise.runtime.events import Events, Joined, Left, Lost
 from poise.torch.asynchronous.course import Course, Failed
+from poise.torch.asynchronous.facts import Given
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import (
@@ -52,12 +55,14 @@ class Desk:
     """Serves each worker in a thread of its own."""
 
     def __init__(
-        self, course: Course, parameters: Parameters, recorder: Recorder | None, events: Events
+        self, course: Course, given: Given, recorder: Recorder | None, events: Events
     ) -> None:
         self.course = course
+        self.given = given
         self.events = events
-        self.parameters = parameters
-        self._updates = Updates(course, parameters)
+        most_shards = 1 if isinstance(course.engine.mode, Stale) else len(os.sched_getaffinity(0))
+        self.parameters = Parameters(given.models, given.optimizer, most_shards)
+        self._updates = Updates(course, self.parameters)
         self._recorder = recorder
         self._iteration_s: dict[int, float] = {}
         """Of each worker that has told it, the last one."""
