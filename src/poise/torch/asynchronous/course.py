@@ -69,8 +69,7 @@ class Course:
     def updating(self) -> Iterator[None]:
         """Make an update that is outside of the lock; what is to stand still waits for its end."""
         with self._news:
-            while self.paused:
-                self._news.wait()
+            self._news.wait_for(lambda: not self.paused)
             self._updating += 1
         try:
             yield
@@ -92,8 +91,7 @@ class Course:
         """Have no update made, so that weights and place fit each other."""
         with self.changing():
             before, self.paused = self.paused, True
-            while self._updating:
-                self._news.wait()
+            self._news.wait_for(lambda: not self._updating)
             try:
                 yield
             finally:
