@@ -48,7 +48,7 @@ from poise.torch.asynchronous.messages import About, Push, text_of
 from poise.torch.asynchronous.parameters import Applied, Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
 from poise.torch.asynchronous.server import Server
-from poise.torch.asynchronous.updates import AppliedStep, OpenSteps, Updates
+from poise.torch.asynchronous.updates import OpenSteps, Updates
 from tests.cluster import Workers
 from tests.training import (
     Recipe,
@@ -942,7 +942,7 @@ def push(
     held: Parameters, gradient: Flat, *, factor: float = 1.0, late: float = 0.0, part: float = 1.0
 ) -> Applied:
     """Update weights by a gradient of all of them, computed with the first copy."""
-    present, since = [True] * len(held.trained), (0,) * held.shards
+    present, since = [True] * len(held.trained), (0,) * len(held.versions)
     return held.apply(gradient, present, since=since, factor=lambda _: factor, late=late, part=part)
 
 
@@ -954,7 +954,7 @@ def test_shards_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(parameters_module, "SHARD_BYTES", size)
         model, optimizer, _ = build(Recipe(optimizer=kind))
         held = Parameters([model], optimizer, most_shards=4)
-        assert (held.shards > 1) == (size == 1)
+        assert (len(held.versions) > 1) == (size == 1)
         for step in range(5):
             if step == 3:  # a resume puts another state in the place of the one before
                 optimizer.load_state_dict(optimizer.state_dict())
@@ -1086,7 +1086,7 @@ def test_a_late_step_is_applied_at_a_part_of_the_rate() -> None:
 
     applied = steps.apply(0, half)
     assert seen == [2.0]
-    assert applied == AppliedStep({1: 2, 2: 2}, 0.5)
+    assert applied == ({1: 2, 2: 2}, 0.5)
     assert torch.allclose(before - model.weight, torch.tensor(0.5))
 
 
@@ -1130,7 +1130,8 @@ def test_a_save_waits_for_updates_that_are_under_way() -> None:
     _, engine = engine.join(1)
     share, engine = engine.draw(1)
     assert share is not None
-    course = Course(engine)
+    course = Course()
+    course.resume(engine)
     updates = Updates(course, held)
     inside, may_go_on = threading.Event(), threading.Event()
     seen: list[tuple[int, ...]] = []

@@ -1,7 +1,7 @@
 """What a user may state when a Balancer is made, checked before anything starts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, TypeGuard
 
@@ -45,10 +45,6 @@ class Settings:
     def recorded(self) -> bool:
         """Whether a record is written."""
         return self.record is not None
-
-    def unrecorded(self) -> "Settings":
-        """Return the same settings without a record."""
-        return replace(self, record=None)
 
 
 def as_held(

@@ -22,7 +22,7 @@ from poise.runtime.events import Begun, Events
 from poise.runtime.instruments import instruments
 from poise.runtime.slicing import Slicer
 from poise.runtime.training import Saved, Training
-from poise.torch.asynchronous.role import role_of
+from poise.torch.asynchronous.role import ServerRole, WorkerRole, role_of
 from poise.torch.asynchronous.server import Server
 from poise.torch.asynchronous.worker import JoinedWorker
 from poise.torch.micro import Part
@@ -272,11 +272,10 @@ def _begun(settings: TorchSettings, events: Events) -> Training:
     for instrument in instruments():
         settings = instrument.settings(settings)
         instrument.listen(events)
-    role = role_of(settings.mode)
-    match role.kind:
-        case "server":
+    match role_of(settings.mode):
+        case ServerRole() as role:
             return Server(role, settings, events)
-        case "worker":
+        case WorkerRole() as role:
             return JoinedWorker(role, settings, events)
-        case _:
+        case None:
             return Synchronous(settings, events)

@@ -1,7 +1,6 @@
 """How a server admits workers: it compares what both train, and hosts each in a thread."""
 
 import logging
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -11,14 +10,13 @@ from poise.environment import shared_secret
 from poise.errors import Disagreement
 from poise.runtime.channel import GONE, Channel
 from poise.runtime.door import Door, check_secret
-from poise.torch.asynchronous.course import Ending, Failed, look_after
+from poise.torch.asynchronous.course import Course, Ending, Failed
 from poise.torch.asynchronous.desk import Desk
-from poise.torch.asynchronous.facts import Given
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import About, NoMore, about_of
 from poise.torch.asynchronous.parameters import everything
-from poise.torch.asynchronous.role import Serving
+from poise.torch.asynchronous.role import ServerRole
 
 _HANG_S = 1800.0
 _GOODBYE_S = 5.0
@@ -30,48 +28,39 @@ _log = logging.getLogger("poise")
 class Admission:
     """Lets workers in from the start; they wait until the script gets to its first pass."""
 
-    def __init__(self, serving: Serving, mode: Async | Stale, hang_s: float | None) -> None:
-        secret = shared_secret()
-        check_secret(serving.host, secret)
-        self._mode = mode
+    def __init__(self, role: ServerRole, course: Course, hang_s: float | None) -> None:
+        host, secret = role.serving.host, shared_secret()
+        check_secret(host, secret)
+        self._mode = role.mode
+        self._course = course
         self._limit_s = hang_s or _HANG_S
-        self._news = threading.Condition()
-        """Guards what follows; who changes it tells all."""
-        self._prepared: tuple[Desk, Given] | None = None
-        """Where workers are served, and with what; None until the script prepares it."""
-        self._ended: Ending | None = None
-        self._failure: BaseException | None = None
-        """Of a thread, before there is anything to serve."""
+        self._desk: Desk | None = None
+        """Where workers are served; None until the script prepares its training."""
         self._numbers: set[int] = set()
         """Of workers that are here or about to be."""
-        self._door = Door(serving.host, serving.port, secret, about_of, self._meet)
+        self._door = Door(host, role.serving.port, secret, about_of, self._meet)
         self.address = self._door.address
 
-    def open(self, desk: Desk, given: Given) -> None:
+    def open(self, desk: Desk) -> None:
         """Let workers join who were given the same, those that have waited for it and others."""
-        with self._news:
-            self._prepared = desk, given
-            if self._failure is not None:
-                desk.course.fail(self._failure)
-            self._news.notify_all()
+        with self._course.changing():
+            self._desk = desk
 
     def end(self, said: Ending) -> None:
         """Tell the workers that it ends and why, once, and let go of them."""
-        with self._news:
-            if self._ended is not None:
-                return
-            self._ended = said
-            self._news.notify_all()
-        if self._prepared is not None:
-            self._prepared[0].course.end(said, _GOODBYE_S)
+        if self._course.ended is not None:
+            return
+        self._course.end(said)
+        if self._desk is not None:
+            self._course.await_leaves(_GOODBYE_S)
         self._door.close(_GOODBYE_S)
-        if self._prepared is not None:
-            self._prepared[0].close()
+        if self._desk is not None:
+            self._desk.close()
 
     def _meet(self, channel: Channel, about: About) -> None:
         """Host a worker, in a thread of its own, until it leaves."""
         link = Link(channel)
-        with self._news:
+        with self._course.changing():
             worker = self._number(about.number)
             self._numbers.add(worker)
         try:
@@ -85,11 +74,11 @@ class Admission:
                 channel.tell({"refused": str(error)})
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, Failed) and error.__cause__ else error
-            self._fail(cause)
+            self._course.fail(cause)
             with suppress(*GONE):
                 channel.tell({"failed": f"the server failed: {type(cause).__name__}: {cause}"})
         finally:
-            with self._news:
+            with self._course.changing():
                 self._numbers.discard(worker)
             link.close()
 
@@ -100,27 +89,27 @@ class Admission:
         ahead = isinstance(self._mode, Async) and self._mode.ahead
         channel.tell({"worker": worker, "mode": str(self._mode), "ahead": ahead})
         training = channel.hear()
-        desk, given = self._await_prepared(channel)
-        _check_facts(given.facts, training.get("facts"))
+        desk = self._await_desk(channel)
+        _check_facts(desk.given.facts, training.get("facts"))
         channel.set_limit(self._limit_s)
         channel.tell({"accepted": True})
         link.pair_up(server=True)
-        desk.course.await_first_pass(channel)
-        channel.tell({"epoch": desk.course.engine.epoch})
+        self._course.await_first_pass(channel)
+        channel.tell({"epoch": self._course.engine.epoch})
         # What is trained comes again, up to date, with the first samples.
-        whole = Flat(everything(given.models))
-        whole.read(everything(given.models))
+        whole = Flat(everything(desk.given.models))
+        whole.read(everything(desk.given.models))
         link.send(whole.bytes)
         label = f"{about.host}, {training.get('device')}"[:_LABEL]
         printable = "".join(each if each.isprintable() else "?" for each in label)
         desk.serve(link, worker, printable)
 
-    def _await_prepared(self, channel: Channel) -> tuple[Desk, Given]:
+    def _await_desk(self, channel: Channel) -> Desk:
         """Wait until the script has prepared its training, as long as the worker is there."""
-        with self._news:
-            while self._prepared is None:
-                look_after(self._news, channel, self._ended)
-            return self._prepared
+        with self._course.changing():
+            while self._desk is None:
+                self._course.look_after(channel)
+            return self._desk
 
     def _number(self, wanted: int | None) -> int:
         """Return the number that a worker wants, or the first that is free."""
@@ -129,18 +118,13 @@ class Admission:
         free = range(1, len(self._numbers) + 2)
         return next(number for number in free if number not in self._numbers)
 
-    def _fail(self, failure: BaseException) -> None:
-        with self._news:
-            self._failure = self._failure or failure
-            if self._prepared is not None:
-                self._prepared[0].course.fail(failure)
-
     def _say_goodbye(self, channel: Channel) -> None:
         """Tell a worker whose connection ends with the server why, as far as it can still hear."""
-        if self._ended is None:
+        ended = self._course.ended
+        if ended is None:
             return
-        said = {"failed": f"the server failed: {self._ended}"}
-        if isinstance(self._ended, NoMore):
+        said = {"failed": f"the server failed: {ended}"}
+        if isinstance(ended, NoMore):
             said = {"refused": "the training is over"}
         with suppress(*GONE):
             channel.tell(said)

@@ -6,7 +6,6 @@ are applied and weights copied under the locks of their shards.
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,21 +27,14 @@ class Failed(Exception):
     """The server's optimizer, schedule or disk raised; the cause says what."""
 
 
-def look_after(news: threading.Condition, channel: Channel, ended: Ending | None) -> None:
-    """Wait a little for news; raise EOFError if the worker that waits is gone, or the server."""
-    if ended is not None:
-        raise EOFError("the server has ended")
-    news.wait(_LOOK_S)
-    if channel.ended():
-        raise EOFError("the connection is closed")
-
-
 class Course:
     """Where the training is, and whether it goes on."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine
-        """Frozen, so that anyone may read it at any time; replaced inside of `changing` only."""
+    engine: AsyncEngine
+    """Frozen, so that anyone may read it at any time; replaced inside of `changing` only. There is
+    none until the script prepares its training and `resume` is called."""
+
+    def __init__(self) -> None:
         self.order: Order | DrawnOrder | None = None
         """Of this epoch's samples, if it is not one that workers can compute themselves."""
         self.is_open = False
@@ -77,8 +69,7 @@ class Course:
     def updating(self) -> Iterator[None]:
         """Make an update that is outside of the lock; what is to stand still waits for its end."""
         with self._news:
-            while self.paused:
-                self._news.wait()
+            self._news.wait_for(lambda: not self.paused)
             self._updating += 1
         try:
             yield
@@ -100,25 +91,31 @@ class Course:
         """Have no update made, so that weights and place fit each other."""
         with self.changing():
             before, self.paused = self.paused, True
-            while self._updating:
-                self._news.wait()
+            self._news.wait_for(lambda: not self._updating)
             try:
                 yield
             finally:
                 self.paused = before
 
     def look_after(self, channel: Channel) -> None:
-        """Wait a little for news, inside of `changing`, for a worker that may be gone meanwhile."""
-        look_after(self._news, channel, None)
+        """Wait a little for news, inside of `changing`, for a worker.
+
+        Raises EOFError if the server has ended, or the worker is gone meanwhile.
+        """
+        if self.ended is not None:
+            raise EOFError("the server has ended")
+        self._news.wait(_LOOK_S)
+        if channel.ended():
+            raise EOFError("the connection is closed")
 
     def await_first_pass(self, channel: Channel) -> None:
         """Wait until samples are handed out for the first time."""
         with self._news:
             while not self._begun:
-                look_after(self._news, channel, self.ended)
+                self.look_after(channel)
 
     def resume(self, engine: AsyncEngine) -> None:
-        """Go on from another place."""
+        """Go on from a place: the first, or another."""
         with self.changing():
             self.engine = engine
 
@@ -161,11 +158,12 @@ class Course:
         with self.changing():
             self._failure = self._failure or failure
 
-    def end(self, said: Ending, patience_s: float) -> None:
-        """Hand out nothing more, and give the workers so many seconds to hear of it and leave."""
-        deadline_s = time.monotonic() + patience_s
+    def end(self, said: Ending) -> None:
+        """Hand out nothing more."""
         with self.changing():
             self.ended, self.is_open = said, False
-            self._news.notify_all()
-            while self.engine.members and time.monotonic() < deadline_s:
-                self._news.wait(_LOOK_S)
+
+    def await_leaves(self, patience_s: float) -> None:
+        """Give the workers so many seconds to hear of the end and leave."""
+        with self._news:
+            self._news.wait_for(lambda: not self.engine.members, patience_s)

@@ -2,20 +2,31 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poise.engine.member import Share
+from poise.engine.modes import Stale
 from poise.engine.round import Round
 from poise.errors import Disagreement, PoiseError
 from poise.records import Recorder
 from poise.runtime.clocks import host_stamp
 from poise.runtime.events import Events, Joined, Left, Lost
 from poise.torch.asynchronous.course import Course, Failed
+from poise.torch.asynchronous.facts import Given
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
-from poise.torch.asynchronous.messages import Begin, Handed, Leave, NoMore, Push, Weights
+from poise.torch.asynchronous.messages import (
+    Begin,
+    Handed,
+    Leave,
+    NoMore,
+    Push,
+    Weights,
+    samples_of,
+)
 from poise.torch.asynchronous.parameters import Parameters, momentum_notice
 from poise.torch.asynchronous.service import ServedWorker, Service
 from poise.torch.asynchronous.updates import Updates
@@ -36,7 +47,6 @@ class Guest:
     """Where its pushes arrive."""
     weights: Flat
     """From where its copies leave."""
-    iteration_s: float = math.nan
     done: bool = False
     """Whether it has said that it leaves."""
 
@@ -45,14 +55,17 @@ class Desk:
     """Serves each worker in a thread of its own."""
 
     def __init__(
-        self, course: Course, parameters: Parameters, recorder: Recorder | None, events: Events
+        self, course: Course, given: Given, recorder: Recorder | None, events: Events
     ) -> None:
         self.course = course
+        self.given = given
         self.events = events
-        self.parameters = parameters
-        self._updates = Updates(course, parameters)
+        most_shards = 1 if isinstance(course.engine.mode, Stale) else len(os.sched_getaffinity(0))
+        self.parameters = Parameters(given.models, given.optimizer, most_shards)
+        self._updates = Updates(course, self.parameters)
         self._recorder = recorder
-        self._guests: dict[int, Guest] = {}
+        self._iteration_s: dict[int, float] = {}
+        """Of each worker that has told it, the last one."""
         self._began_s: float | None = None
         """When the first push came."""
 
@@ -85,7 +98,7 @@ class Desk:
                     member.worker,
                     member.label,
                     split[place] if known else 0,
-                    guest.iteration_s if (guest := self._guests.get(member.worker)) else math.nan,
+                    self._iteration_s.get(member.worker, math.nan),
                     member.tally,
                 )
                 for place, member in enumerate(engine.members)
@@ -106,8 +119,7 @@ class Desk:
                 decided, course.engine = course.engine.join(guest.worker, guest.label)
             except PoiseError as error:  # the policy cannot follow
                 raise Disagreement(str(error)) from error
-            self._guests[guest.worker] = guest
-            self._updates.join(guest.worker)
+            self._updates.factors[guest.worker] = 1.0
             self._record(decided)
             workers = len(course.engine.members)
         step = course.engine.updates
@@ -121,10 +133,10 @@ class Desk:
         """A worker is gone; what it has not pushed is handed to others."""
         course = self.course
         with course.changing():
-            del self._guests[guest.worker]
+            self._iteration_s.pop(guest.worker, None)
             decided, course.engine = course.engine.leave(guest.worker, done=guest.done)
             self._record(decided)
-            self._updates.leave(guest.worker)
+            self._updates.apply_complete()
         step = course.engine.updates
         if guest.done or course.ended is not None:
             self.events.tell(Left(step, host_stamp(), guest.worker))
@@ -186,7 +198,7 @@ class Desk:
         queued_s = self._updates.push(worker, push, guest.gradient, finite=finite)
         with course.changing():
             if push.report is not None:
-                guest.iteration_s = push.report.iteration_s
+                self._iteration_s[worker] = push.report.iteration_s
                 decided, course.engine = course.engine.reported(worker, push.report)
                 self._record(decided)
             here = course.engine.member(worker).epoch == course.engine.epoch
@@ -231,7 +243,7 @@ class Desk:
                 handed=tuple(self._handed(share) for share in shares),
                 versions=copied.versions,
                 rates=copied.rates,
-                factor=self._updates.factor(guest.worker),
+                factor=self._updates.factors[guest.worker],
                 samples=engine.samples,
                 dropped=engine.member(guest.worker).tally.dropped,
                 split=engine.plan.split,
@@ -243,10 +255,8 @@ class Desk:
 
     def _handed(self, share: Share) -> Handed:
         """Return a local batch as it travels."""
-        course, samples = self.course, None
-        if course.order is not None:
-            spans = [course.order.at(start, stop).tolist() for start, stop in share.ranges]
-            samples = tuple(sample for span in spans for sample in span)
+        course = self.course
+        samples = None if course.order is None else samples_of(course.order, share.ranges)
         planned = round(share.part * course.global_batch)
         return Handed(share.number, share.epoch, share.ranges, planned, samples)
 

@@ -91,6 +91,8 @@ class Given:
 
     models: Sequence[nn.Module]
     optimizer: Optimizer
+    loader: DataLoader[Any]
+    settings: Settings
     orders: Orders
     facts: Mapping[str, str]
     """What all processes must say of it alike."""
@@ -103,39 +105,29 @@ class Given:
         check_optimizers(optimizers, models)
         check_loader(loader)
         check_servable(optimizers, loader)
+        (trains,) = optimizers
         orders = orders_of(loader, settings.seed, DrawnAlone())
-        facts = facts_of(settings, models, optimizers[0], loader, orders)
-        return Given(models, optimizers[0], orders, facts)
+        facts: dict[str, object] = {
+            "global_batch": settings.global_batch,
+            "seed": settings.seed,
+            "the use of count": settings.count is not None,
+            "the optimizer": type(trains).__name__,
+            "the parameters of the optimizer's groups": [
+                len(group["params"]) for group in trains.param_groups
+            ],
+            "the kind of the data set": type(loader.dataset).__qualname__,
+            **{f"the {name} of the data set": value for name, value in orders.identity().items()},
+            "drop_last": loader.drop_last,
+            "the number of models": len(models),
+            **model_facts(models),
+        }
+        texts = {key: str(value) for key, value in facts.items()}
+        return Given(models, trains, loader, settings, orders, texts)
 
     @property
     def device(self) -> torch.device:
         """Where the first trained parameter is."""
         return next(p.device for m in self.models for p in m.parameters() if p.requires_grad)
-
-
-def facts_of(
-    settings: Settings,
-    models: Sequence[nn.Module],
-    optimizer: Optimizer,
-    loader: DataLoader[Any],
-    orders: Orders,
-) -> dict[str, str]:
-    """Describe the training; all processes must say the same."""
-    facts: dict[str, object] = {
-        "global_batch": settings.global_batch,
-        "seed": settings.seed,
-        "the use of count": settings.count is not None,
-        "the optimizer": type(optimizer).__name__,
-        "the parameters of the optimizer's groups": [
-            len(group["params"]) for group in optimizer.param_groups
-        ],
-        "the kind of the data set": type(loader.dataset).__qualname__,
-        **{f"the {name} of the data set": value for name, value in orders.identity().items()},
-        "drop_last": loader.drop_last,
-        "the number of models": len(models),
-        **model_facts(models),
-    }
-    return {key: str(value) for key, value in facts.items()}
 
 
 def own_mean(value: float | Tensor, count: float) -> float:

@@ -3,19 +3,18 @@
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from poise.environment import shared_secret
-from poise.errors import Disagreement, InvalidSetting, ServerLost
+from poise.errors import InvalidSetting, ServerLost
 from poise.runtime.channel import Channel
 from poise.runtime.door import knock
+from poise.torch.asynchronous.facts import Given
 from poise.torch.asynchronous.flat import Flat
-from poise.torch.asynchronous.link import Link, server_needed
+from poise.torch.asynchronous.link import Link, heard, server_needed
 from poise.torch.asynchronous.messages import About, text_of
 from poise.torch.asynchronous.parameters import everything
+from poise.torch.devices import device_kind
 
 _PATIENCE_S = 300.0
 """How long a server is waited for that does not listen yet."""
@@ -34,36 +33,30 @@ class Joining:
         self.address = address
         self.link = Link(_let_in(address, about))
         self.link.channel.set_limit(None)
-        answer = self._heard()
+        with server_needed(address):
+            answer = self._heard()
         self.worker = int(answer["worker"])
         """The number that the server gives to this worker."""
         self.ahead = bool(answer["ahead"])
         """Whether this worker is to compute while its push travels."""
 
-    def agree(self, facts: Mapping[str, str], device: str) -> None:
-        """Have the server compare what both train, or raise what it says against it."""
-        with server_needed(self.address):
-            self.link.channel.tell({"facts": facts, "device": device})
-        self._heard()  # it is accepted
+    def enter(self, given: Given) -> int:
+        """Give models the server's values once it trains the same and has begun; return the epoch.
 
-    def receive(self, models: Sequence[nn.Module]) -> int:
-        """Give models the server's values once it has begun; return the epoch."""
-        whole = Flat(everything(models))
+        Raises what the server says against it.
+        """
+        whole = Flat(everything(given.models))
         with server_needed(self.address):
+            self.link.channel.tell({"facts": given.facts, "device": device_kind(given.device)})
+            self._heard()  # it is accepted
             self.link.pair_up(server=False)
             epoch = int(self._heard()["epoch"])
             self.link.receive(whole.bytes)
-        whole.write(everything(models))
+        whole.write(everything(given.models))
         return epoch
 
     def _heard(self) -> dict[str, Any]:
-        with server_needed(self.address):
-            answer = self.link.channel.hear()
-        if "refused" in answer:
-            raise Disagreement(f"the server at {self.address} refuses: {answer['refused']}")
-        if "failed" in answer:
-            raise ServerLost(str(answer["failed"]))
-        return answer
+        return heard(self.link.channel, f"the server at {self.address} refuses: ")
 
 
 def _let_in(address: str, about: About) -> Channel:

@@ -36,12 +36,7 @@ class Link:
 
     def answer(self) -> Message:
         """Return the server's next message, or raise what it says instead."""
-        found = self.channel.hear()
-        if "refused" in found:
-            raise Disagreement(str(found["refused"]))
-        if "failed" in found:
-            raise ServerLost(str(found["failed"]))
-        return message_of(found)
+        return message_of(heard(self.channel))
 
     def listen(self) -> Message:
         """Return a worker's next message."""
@@ -60,13 +55,11 @@ class Link:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor on the CPU."""
-        assert self._pair is not None
         with _as_connection():
             self._pair.send([tensor], self._peer, 0).wait()
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Receive a tensor into another one of the same size."""
-        assert self._pair is not None
         with _as_connection():
             self._pair.recv([tensor], self._peer, 0).wait()
 
@@ -74,6 +67,16 @@ class Link:
         """Let go of the connection."""
         self._pair = None
         self.channel.close()
+
+
+def heard(channel: Channel, refusing: str = "") -> dict[str, Any]:
+    """Return what the server says next, or raise that it refuses this worker, or failed."""
+    found = channel.hear()
+    if "refused" in found:
+        raise Disagreement(f"{refusing}{found['refused']}")
+    if "failed" in found:
+        raise ServerLost(str(found["failed"]))
+    return found
 
 
 @contextmanager

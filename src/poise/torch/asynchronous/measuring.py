@@ -38,7 +38,9 @@ class Measuring:
         self._meter = Meter(clock, memory, loads_itself=loads_itself)
         self._meter.listen(events)
         self._events = events
-        self._stopwatch = Stopwatch(clock, Waits())
+        self.waits = Waits()
+        """What the worker has waited, which is no work of its own."""
+        self._stopwatch = Stopwatch(clock, self.waits)
         self.fetching = Fetching(self._stopwatch)
         """Surrounds what the loader does."""
         self._batches: deque[Batch] = deque(maxlen=2)
@@ -48,10 +50,6 @@ class Measuring:
     def disturb(self) -> None:
         """Something else runs between two iterations."""
         self._events.tell(Disturbed(self._step, self._stopwatch.stamp()))
-
-    def waited(self, seconds: float) -> None:
-        """The worker has waited, which is no work of its own."""
-        self._stopwatch.waits.seconds += seconds
 
     def begin(self, step: int, handed: Handed, contents: Any, *, fresh: bool) -> None:
         """The loop gets a local batch."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from poise.core.order import DrawnOrder, Order
 from poise.core.plain import from_plain, to_plain
 from poise.engine.pool import Ranges, count_of
 from poise.engine.report import Report
@@ -156,3 +157,8 @@ def about_of(text: Mapping[str, Any]) -> About:
     if not isinstance(about, About):
         raise Disagreement(f"a newcomer sent {type(about).__name__}")
     return about
+
+
+def samples_of(order: Order | DrawnOrder, ranges: Ranges) -> tuple[int, ...]:
+    """Return the samples that stand in some ranges of an order."""
+    return tuple(sample for span in ranges for sample in order.at(*span).tolist())

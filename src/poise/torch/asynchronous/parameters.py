@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from poise.torch.torch_private import NormBase, mark_stepped, optimizer_of
 
 SHARD_BYTES = 8 * 1024**2
 """A shard has at least so many bytes: smaller ones cost more than they save."""
+_ADJUSTED = ("lr", "momentum", "betas")
+"""Settings of an optimizer that are others while it applies a push."""
 Versions = tuple[int, ...]
 
 
@@ -95,17 +97,12 @@ class Parameters:
         self.optimizer = optimizer
         self.before_update: list[Callable[[], None]] = []
         """What is called before each update; it may change the learning rates."""
+        parts = _parts(self.trained, most_shards if _divides(optimizer) else 1)
         self._shards = [
             _Shard(first, part, optimizer if len(parts) == 1 else optimizer_of(optimizer, part))
-            for parts in [_parts(self.trained, most_shards if _divides(optimizer) else 1)]
             for first, part in parts
         ]
         self._merging = threading.Lock()
-
-    @property
-    def shards(self) -> int:
-        """How many there are."""
-        return len(self._shards)
 
     @property
     def busy_s(self) -> float:
@@ -198,16 +195,16 @@ class Parameters:
                     ours.copy_(torch.maximum(ours, theirs.to(ours.device)))
 
 
+@dataclass(eq=False)
 class _Shard:
     """Some of the parameters."""
 
-    def __init__(self, first: int, parameters: Sequence[nn.Parameter], stepper: Optimizer) -> None:
-        self.parameters = list(parameters)
-        self.first = first
-        self.stepper = stepper
-        self.version = 0
-        self.busy_s = 0.0
-        self._lock = threading.Lock()
+    first: int
+    parameters: Sequence[nn.Parameter]
+    stepper: Optimizer
+    version: int = 0
+    busy_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def held(self) -> Iterator[float]:
@@ -248,7 +245,9 @@ def _adjusted(
 ) -> Iterator[None]:
     """Let an optimizer step with the user's settings of now, adjusted; then they are back."""
     stepper.state = users.state  # which is another one after load_state_dict
-    kept = [dict(group) for group in stepper.param_groups]
+    kept = [
+        {key: group[key] for key in _ADJUSTED if key in group} for group in stepper.param_groups
+    ]
     for group, stated in zip(stepper.param_groups, users.param_groups, strict=True):
         group.update({key: value for key, value in stated.items() if key != "params"})
         if factor != 1:
@@ -262,6 +261,4 @@ def _adjusted(
         yield
     finally:
         for group, before in zip(stepper.param_groups, kept, strict=True):
-            for key in ("lr", "momentum", "betas"):
-                if key in before:
-                    group[key] = before[key]
+            group.update(before)

@@ -1,15 +1,20 @@
 """A worker's copy of what the server trains: gradients leave it, and weights arrive in it."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from poise.errors import OutOfOrder
+from poise.errors import OutOfOrder, PoiseWarning
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.messages import Weights
 from poise.torch.asynchronous.parameters import statistics, trained_parameters
+from poise.torch.torch_private import changes_in_place
+
+_LOOKS = 3
+"""Pushes after which it is clear which buffers training changes."""
 
 
 class Replica:
@@ -83,3 +88,62 @@ class Replica:
         for parameter, gradient in zip(self.trained, self._kept, strict=True):
             parameter.grad = gradient
         self._kept = []
+
+
+class Notices:
+    """Warns of what a script does in vain, since it does not reach the server; each once."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._before = _other_buffers(models)
+        self._looks = _LOOKS
+        self._warned = False
+
+    def of_buffers(self) -> None:
+        """Say that the server does not have what a model keeps in buffers of its own."""
+        if not self._looks:
+            return
+        self._looks -= 1
+        changed = sorted(
+            name
+            for name, (tensor, version) in _other_buffers(self._models).items()
+            if name not in self._before
+            or self._before[name][0] is not tensor
+            or self._before[name][1] != version
+        )
+        if changed:
+            self._looks = 0
+            warnings.warn(
+                f"training changes the buffers {', '.join(changed[:3])}, of which only running "
+                "statistics of normalization layers travel: the server evaluates and saves them "
+                'as they were at the start; use mode="sync" for this model',
+                PoiseWarning,
+                stacklevel=5,
+            )
+
+    def of_rates(self, stated: Sequence[float], now: Sequence[float]) -> None:
+        """Say that a rate that changes with this process's batches reaches nobody."""
+        if self._warned or now == stated:
+            return
+        self._warned = True
+        warnings.warn(
+            f"the learning rate changed from {stated} to {now} between two batches of this "
+            "worker, and the optimizer steps on the server: step the scheduler once per epoch, "
+            "or by samples with BySamples, which the server follows too",
+            PoiseWarning,
+            stacklevel=5,
+        )
+
+
+def _other_buffers(models: Sequence[nn.Module]) -> dict[str, tuple[Tensor, int]]:
+    """Return the buffers that do not travel, each with how often it was changed in place.
+
+    Those are all but the running statistics of normalization layers.
+    """
+    travel = {id(tensor) for tensor in statistics(models)}
+    return {
+        name: (tensor, changes_in_place(tensor))
+        for model in models
+        for name, tensor in model.named_buffers()
+        if id(tensor) not in travel
+    }

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 from poise.engine.modes import Async, Mode, Stale, Sync, mode_of
 from poise.environment import Launch, launched_as, server_address
@@ -44,17 +43,22 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class Role:
-    """A process's part in the training."""
+class ServerRole:
+    """This process is the server."""
 
-    kind: Literal["equal", "server", "worker"]
-    mode: Async | Stale | None = None
-    """None on a worker whose script leaves it to the server."""
-    serving: Serving | None = None
-    address: str = ""
-    """On a worker: the server's."""
-    number: int | None = None
-    """On a worker: the number that its launcher gave it."""
+    mode: Async | Stale
+    serving: Serving
+
+
+@dataclass(frozen=True)
+class WorkerRole:
+    """This process is a worker of a server."""
+
+    address: str
+    mode: Async | Stale | None
+    """None: as the server says."""
+    number: int | None
+    """What its launcher calls it; None: nothing."""
 
 
 _serving: list[Serving] = []
@@ -71,8 +75,11 @@ def serving_as(serving: Serving) -> Iterator[None]:
         _serving.remove(serving)
 
 
-def role_of(stated: object) -> Role:
-    """Return this process's part, by the mode its script states and by how it was started."""
+def role_of(stated: object) -> ServerRole | WorkerRole | None:
+    """Return this process's part, by the mode its script states and by how it was started.
+
+    None: it is one of equal workers.
+    """
     mode = None if stated is None else mode_of(stated)
     launch = launched_as()
     if _serving:
@@ -85,9 +92,9 @@ def role_of(stated: object) -> Role:
                 'mode out or use mode="async", or unset POISE_SERVER'
             )
         number = None if launch is None else launch.worker
-        return Role("worker", mode, address=address, number=number or None)
+        return WorkerRole(address, mode, number or None)
     if mode is None or isinstance(mode, Sync):
-        return Role("equal")
+        return None
     if launch is None or launch.workers == 1:
         warnings.warn(
             f'mode="{mode}" and no server: this process trains alone, as in mode="sync"; start '
@@ -95,11 +102,11 @@ def role_of(stated: object) -> Role:
             PoiseWarning,
             stacklevel=4,
         )
-        return Role("equal")
+        return None
     return _launched(mode, launch)
 
 
-def _server(mode: Mode | None, serving: Serving) -> Role:
+def _server(mode: Mode | None, serving: Serving) -> ServerRole:
     if mode is not None and serving.mode is not None and str(mode) != str(serving.mode):
         raise InvalidSetting(
             f'the script says mode="{mode}" and the command --mode {serving.mode}; say it once'
@@ -109,15 +116,14 @@ def _server(mode: Mode | None, serving: Serving) -> Role:
         raise InvalidSetting(
             'mode="sync" has no server: start the workers with torchrun, or use mode="async"'
         )
-    return Role("server", chosen, serving)
+    return ServerRole(chosen, serving)
 
 
-def _launched(mode: Async | Stale, launch: Launch) -> Role:
+def _launched(mode: Async | Stale, launch: Launch) -> ServerRole | WorkerRole:
     """Let worker 0 of a launcher be the server, and the others find it."""
     store = launch_store(launch, _MEETING)
     if launch.worker:
-        address = store.get(_ADDRESS).decode()
-        return Role("worker", mode, address=address, number=launch.worker)
+        return WorkerRole(store.get(_ADDRESS).decode(), mode, launch.worker)
     warnings.warn(
         f"worker 0 of the launcher is the server, and {launch.workers - 1} workers train; torchrun "
         "ends all of them when one dies: use `poise serve` where workers come and go",
@@ -128,7 +134,6 @@ def _launched(mode: Async | Stale, launch: Launch) -> Role:
     serving = Serving(
         host=LOOPBACK if is_loopback(host) else host,
         workers=launch.workers - 1,
-        mode=mode,
         announce=lambda address: store.set(_ADDRESS, address),
     )
-    return Role("server", mode, serving)
+    return ServerRole(mode, serving)

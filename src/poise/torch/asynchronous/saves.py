@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from poise.errors import InvalidSetting, PoiseError, StateMismatch
-from poise.runtime.settings import Settings
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.facts import Given
@@ -24,7 +23,7 @@ _log = logging.getLogger("poise")
 class Saves:
     """Saves and restores a training: its place, and to a file everything."""
 
-    def __init__(self, course: Course, given: Given, settings: Settings, path: Path | None) -> None:
+    def __init__(self, course: Course, given: Given, path: Path | None) -> None:
         """Go on from the file, if there is one; None: nothing is written."""
         self._course = course
         self._given = given
@@ -32,8 +31,8 @@ class Saves:
         self._identity: Saved = {
             "version": f"asynchronous {_VERSION}",
             "mode": str(course.engine.mode),
-            "seed": settings.seed,
-            "global_batch": settings.global_batch,
+            "seed": given.settings.seed,
+            "global_batch": given.settings.global_batch,
             **given.orders.identity(),
         }
         self._schedules: list[Schedule] = []

@@ -5,43 +5,41 @@ pushed. Whatever the script does between two passes, such as to evaluate or to s
 while nothing moves.
 """
 
-import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from poise.core.batch import steps_per_epoch
 from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
 from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
-from poise.engine.modes import Async, Stale
-from poise.errors import OutOfOrder, PoiseWarning
+from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.records import Recorder
 from poise.runtime.checks import check_epoch
 from poise.runtime.clocks import host_stamp
 from poise.runtime.events import Closed, Events, Prepared, Preparing
+from poise.runtime.orders import KeyedOrders
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.admission import Admission
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.desk import Desk
-from poise.torch.asynchronous.facts import (
-    Given,
-    check_alone,
-    own_mean,
-    prepared,
-)
+from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepared
 from poise.torch.asynchronous.messages import NoMore
-from poise.torch.asynchronous.parameters import Parameters, momentum_notice
-from poise.torch.asynchronous.role import Role
+from poise.torch.asynchronous.parameters import momentum_notice
+from poise.torch.asynchronous.role import ServerRole, Serving
 from poise.torch.asynchronous.saves import Saves
-from poise.torch.asynchronous.served_epoch import ServedEpoch
 from poise.torch.asynchronous.service import Pushed, Service
 from poise.torch.checks import check_loader
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
+
+_SHOW_S = 1.0
 
 
 class Server:
@@ -51,50 +49,48 @@ class Server:
     noise: NoiseTrack | None = None
     learning_rate_factor = 1.0
 
-    def __init__(self, role: Role, settings: TorchSettings, events: Events) -> None:
+    def __init__(self, role: ServerRole, settings: TorchSettings, events: Events) -> None:
         """Listen for workers; they wait until the script gets to its first pass."""
-        assert role.mode is not None
-        assert role.serving is not None
         check_alone(settings)
-        self.mode: Async | Stale = role.mode
+        self.mode = role.mode
         self._serving = role.serving
         self._settings = settings
         self._events = events
-        self._desk: Desk | None = None
-        """None until the script prepares its training, and so are its saves."""
-        self._saves: Saves | None = None
-        self._admission = Admission(role.serving, role.mode, settings.hang_s)
+        self._served: ServedEpoch | None = None
+        """None until the script prepares its training."""
+        self._course = Course()
+        self._admission = Admission(role, self._course, settings.hang_s)
         self.address = self._admission.address
-        if self._serving.announce is not None:
-            self._serving.announce(self.address)
+        if role.serving.announce is not None:
+            role.serving.announce(self.address)
 
     @property
     def workers(self) -> int:
         """Workers that are here."""
-        return 0 if self._desk is None else len(self._desk.course.engine.members)
+        return 0 if self._served is None else len(self._course.engine.members)
 
     @property
     def plan(self) -> Plan:
         """The plan for what is handed out next."""
-        return prepared(self._desk, "plan").course.engine.plan
+        return prepared(self._served, "plan").desk.course.engine.plan
 
     @property
     def progress(self) -> Pushed:
         """What is pushed so far."""
-        return Pushed(0 if self._desk is None else self._desk.course.engine.samples)
+        return Pushed(0 if self._served is None else self._course.engine.samples)
 
     @property
     def skipped(self) -> int:
         """Pushes that were dropped."""
-        if self._desk is None:
+        if self._served is None:
             return 0
-        engine = self._desk.course.engine
+        engine = self._course.engine
         tallies = [*(member.tally for member in engine.members), *engine.gone.values()]
         return sum(tally.dropped for tally in tallies)
 
     def prepare(self, model: Any, optimizer: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
         """Take the script's model and optimizer as those of the training."""
-        if self._desk is not None:
+        if self._served is not None:
             raise OutOfOrder("prepare was called before; make one Balancer per training")
         settings, serving, events = self._settings, self._serving, self._events
         events.train_here()
@@ -104,27 +100,25 @@ class Server:
         if loader.drop_last:
             check_epoch(length, settings.global_batch)
             length -= length % settings.global_batch
-        most_shards = 1 if isinstance(self.mode, Stale) else len(os.sched_getaffinity(0))
-        parameters = Parameters(given.models, given.optimizer, most_shards)
         decides = Engine(settings.policy, serving.workers, settings.global_batch)
-        course = Course(AsyncEngine.begin(self.mode, decides, length))
-        saves = Saves(course, given, settings, serving.save)
+        self._course.resume(AsyncEngine.begin(self.mode, decides, length))
+        saves = Saves(self._course, given, serving.save)
         recorder = None
         if settings.record is not None:
             recorder = Recorder(settings.record, decides, mode=str(self.mode))
-        desk = Desk(course, parameters, recorder, events)
-        self._desk, self._saves = desk, saves
-        self._admission.open(desk, given)
+        desk = Desk(self._course, given, recorder, events)
+        self._served = ServedEpoch(desk, saves, serving, self.address)
+        self._admission.open(desk)
         notice = momentum_notice(self.mode, given.optimizer, serving.workers)
         if notice:
             warnings.warn(notice, PoiseWarning, stacklevel=3)
         told = (None, (), [given.optimizer], False, 0)
         events.tell(Prepared(0, host_stamp(), *told))
-        return model, optimizer, ServedEpoch(desk, given.orders, saves, serving, self.address)
+        return model, optimizer, self._served
 
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the epochs that are left."""
-        course = prepared(self._desk, "epochs").course
+        course = prepared(self._served, "epochs").desk.course
         while (epoch := course.engine.epoch) < total and not course.engine.finished:
             yield epoch
             course.next_epoch(epoch)  # if the loop did not come to the loader
@@ -144,21 +138,22 @@ class Server:
 
     def state_dict(self) -> Saved:
         """Return the place in the training, and what was learned of the workers."""
-        return prepared(self._saves, "state_dict").state_dict()
+        return prepared(self._served, "state_dict").saves.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved place, before the first pass."""
-        prepared(self._saves, "load_state_dict").load_state_dict(state)
+        prepared(self._served, "load_state_dict").saves.load_state_dict(state)
 
     def follow(self, schedule: Schedule) -> bool:
         """Let a schedule follow the samples before each update, whatever the script calls."""
-        prepared(self._saves, "a schedule").add(schedule)
-        prepared(self._desk, "a schedule").parameters.before_update.append(schedule.follow)
+        served = prepared(self._served, "a schedule")
+        served.saves.add(schedule)
+        served.desk.parameters.before_update.append(schedule.follow)
         return True
 
     def close(self) -> None:
         """Tell the workers that it is done, and let go of everything."""
-        epoch = 0 if self._desk is None else self._desk.course.engine.epoch
+        epoch = 0 if self._served is None else self._course.engine.epoch
         self._admission.end(NoMore(epoch, done=True))
         self._events.tell(Closed(self.progress.samples, host_stamp()))
 
@@ -170,4 +165,52 @@ class Server:
 
     def service(self) -> Service:
         """Return what the server does, at this moment."""
-        return prepared(self._desk, "service").service(self.address)
+        return prepared(self._served, "service").desk.service(self.address)
+
+
+@dataclass(eq=False)
+class ServedEpoch:
+    """The server's loader: serves until every sample of the epoch is pushed, and yields nothing.
+
+    It shows and saves in between.
+    """
+
+    desk: Desk
+    saves: Saves
+    serving: Serving
+    address: str
+    _shown_s: float = field(default_factory=time.monotonic)
+    _saved_s: float = field(default_factory=time.monotonic)
+
+    def __len__(self) -> int:
+        course = self.desk.course
+        return steps_per_epoch(course.engine.length, course.global_batch, drop_last=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        course = self.desk.course
+        self.saves.begin()
+        orders = self.desk.given.orders
+        order = orders.at(course.engine.epoch)
+        if order.length != len(orders):
+            raise InvalidSetting(
+                f"the sampler drew {order.length} samples and its length is {len(orders)}; "
+                'a server hands out as many as that says: mend one of them, or use mode="sync"'
+            )
+        course.open(None if isinstance(orders, KeyedOrders) else order)
+        while course.goes_on(closed=self.serving.closed):
+            self.desk.events.raise_kept()
+            self._show_and_save(_SHOW_S, self.serving.save_every_s)
+        self.desk.parameters.follow()
+        self._show_and_save(0.0, 0.0)
+        return iter(())
+
+    def _show_and_save(self, show_every_s: float, save_every_s: float) -> None:
+        """Show and save what has not been shown and saved for so many seconds."""
+        now_s = time.monotonic()
+        if now_s - self._shown_s >= show_every_s:
+            self._shown_s = now_s
+            if self.serving.show is not None:
+                self.serving.show(self.desk.service(self.address))
+        if now_s - self._saved_s >= save_every_s:
+            self.saves.save()
+            self._saved_s = time.monotonic()

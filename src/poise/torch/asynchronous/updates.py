@@ -1,7 +1,7 @@
 """How pushes become updates: each by itself, or with a bound averaged until a step is complete."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,7 +11,7 @@ from poise.engine.modes import Stale
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.messages import Push
-from poise.torch.asynchronous.parameters import Applied, Parameters, Versions
+from poise.torch.asynchronous.parameters import Applied, Parameters
 
 
 class Updates:
@@ -21,21 +21,8 @@ class Updates:
         self._course = course
         self._parameters = parameters
         self._steps = OpenSteps(parameters)
-        self._factors: dict[int, float] = {}
-        """Of the workers that are here."""
-
-    def join(self, worker: int) -> None:
-        """A worker is here."""
-        self._factors[worker] = 1.0
-
-    def leave(self, worker: int) -> None:
-        """A worker is gone, and no step waits for it any more."""
-        del self._factors[worker]
-        self.apply_complete()
-
-    def factor(self, worker: int) -> float:
-        """Return what the rate of a worker's last push was multiplied by."""
-        return self._factors[worker]
+        self.factors: dict[int, float] = {}
+        """What the rate of each worker's last push was multiplied by."""
 
     def push(self, worker: int, push: Push, gradient: Flat, *, finite: bool) -> float:
         """Take a push, whose gradient counts if it is finite; return the seconds of waiting."""
@@ -57,10 +44,9 @@ class Updates:
         with course.changing():
             while (step := course.engine.complete()) is not None:
                 with course.own_errors():
-                    applied = self._steps.apply(step, course.engine.step_factor)
-                course.engine = course.engine.applied(step, applied.staleness)
-                for worker in applied.staleness.keys() & self._factors.keys():
-                    self._factors[worker] = applied.factor
+                    staleness, factor = self._steps.apply(step, course.engine.step_factor)
+                course.engine = course.engine.applied(step, staleness)
+                self.factors.update(dict.fromkeys(staleness, factor))
 
     def _push_alone(self, worker: int, push: Push, gradient: Flat, *, finite: bool) -> float:
         start_s = time.perf_counter()
@@ -83,7 +69,7 @@ class Updates:
                 course.engine = course.engine.pushed(
                     worker, push.numbers, finite=finite, staleness=applied.staleness
                 )
-        self._factors[worker] = engine.factor(share, applied.staleness)
+        self.factors[worker] = engine.factor(share, applied.staleness)
         return queued_s + applied.waited_s
 
     def _push_to_step(self, worker: int, push: Push, gradient: Flat, *, finite: bool) -> float:
@@ -99,16 +85,6 @@ class Updates:
         return queued_s
 
 
-@dataclass(frozen=True)
-class AppliedStep:
-    """What became of a step."""
-
-    staleness: Mapping[int, int]
-    """Of each worker's part; empty if there was nothing to apply."""
-    factor: float = 1.0
-    """What the learning rate was multiplied by."""
-
-
 class OpenSteps:
     """The means of pushes, each weighted by its count, of steps that are not complete."""
 
@@ -120,58 +96,50 @@ class OpenSteps:
     def add(self, step: int, worker: int, pushed: Flat, push: Push) -> None:
         """Add a push."""
         if step not in self._open:
-            self._open[step] = _Open(
-                self._parameters.buffer(), present=[False] * len(self._parameters.trained)
-            )
+            self._open[step] = _Open(self._parameters.buffer())
         whole = self._open[step]
-        whole.counts[worker] = push.count
+        whole.pushes[worker] = push
         part_of_all = push.count / whole.count if whole.count else 0.0
         for mean, part in zip(whole.mean.views, pushed.views, strict=True):
             if mean.is_floating_point():
                 mean.lerp_(part, part_of_all)  # a sum would overflow where types are small
             else:
                 torch.maximum(mean, part, out=mean)
-        whole.present = [
-            known or new == "1" for known, new in zip(whole.present, push.present, strict=True)
-        ]
-        whole.versions[worker] = push.versions
 
-    @torch.no_grad()
-    def apply(self, step: int, factor: Callable[[float], float]) -> AppliedStep:
-        """Make the update of a complete step, at a rate by the mean staleness of its samples."""
+    def apply(self, step: int, factor: Callable[[float], float]) -> tuple[dict[int, int], float]:
+        """Make the update of a complete step, at a rate by the mean staleness of its samples.
+
+        Returns the staleness of each worker's part, of none if there was nothing to apply, and what
+        the learning rate was multiplied by.
+        """
         whole = self._open.pop(step, None)
         if whole is None or not whole.count:
-            return AppliedStep({})
+            return {}, 1.0
+        pushes = whole.pushes
         staleness = {
-            worker: self._parameters.staleness(versions)
-            for worker, versions in whole.versions.items()
+            worker: self._parameters.staleness(push.versions) for worker, push in pushes.items()
         }
-        late = sum(staleness[worker] * count for worker, count in whole.counts.items())
-        mean = late / whole.count
-        multiplied = factor(mean)
-        with torch.enable_grad():
-            self._parameters.apply(
-                whole.mean,
-                whole.present,
-                since=self._parameters.versions,
-                factor=lambda _: multiplied,
-                late=mean,
-                part=1.0,
-            )
-        return AppliedStep(staleness, multiplied)
+        late = sum(staleness[worker] * push.count for worker, push in pushes.items()) / whole.count
+        multiplied = factor(late)
+        self._parameters.apply(
+            whole.mean,
+            ["1" in each for each in zip(*(push.present for push in pushes.values()), strict=True)],
+            since=self._parameters.versions,
+            factor=lambda _: multiplied,
+            late=late,
+            part=1.0,
+        )
+        return staleness, multiplied
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Open:
     mean: Flat
     """Of the pushes so far, each weighted by its count."""
-    counts: dict[int, float] = field(default_factory=dict)
+    pushes: dict[int, Push] = field(default_factory=dict)
     """Of each worker."""
-    present: list[bool] = field(default_factory=list)
-    versions: dict[int, Versions] = field(default_factory=dict)
-    """Of the weights that each worker computed with."""
 
     @property
     def count(self) -> float:
         """All together."""
-        return sum(self.counts.values())
+        return sum(push.count for push in self.pushes.values())

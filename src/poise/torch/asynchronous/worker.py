@@ -6,30 +6,26 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from poise import __version__
+from poise.core.batch import steps_per_epoch
 from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
 from poise.errors import InvalidSetting, OutOfOrder
+from poise.runtime.batches import Cut
 from poise.runtime.clocks import host_stamp
 from poise.runtime.events import Events, Prepared, Preparing
+from poise.runtime.orders import KeyedOrders
+from poise.runtime.session import Fetching
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.exchange import ServerExchange
-from poise.torch.asynchronous.facts import (
-    Given,
-    check_alone,
-    own_mean,
-    prepared,
-)
-from poise.torch.asynchronous.joined_loader import JoinedLoader
+from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepared
 from poise.torch.asynchronous.joining import Joining
-from poise.torch.asynchronous.messages import About, Weights
-from poise.torch.asynchronous.role import Role
+from poise.torch.asynchronous.messages import About, Handed, Weights, samples_of
+from poise.torch.asynchronous.role import WorkerRole
 from poise.torch.asynchronous.service import Pushed
 from poise.torch.checks import check_loader
-from poise.torch.devices import device_kind
-from poise.torch.loader import lead
+from poise.torch.loader import ShareLoader, lead
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
 
@@ -39,17 +35,16 @@ class JoinedWorker:
 
     noise: NoiseTrack | None = None
 
-    def __init__(self, role: Role, settings: TorchSettings, events: Events) -> None:
+    def __init__(self, role: WorkerRole, settings: TorchSettings, events: Events) -> None:
         """Knock at the server's door."""
         check_alone(settings)
         self._events = events
-        self._settings = settings.unrecorded()  # the server writes the record
+        self._settings = settings
         mode = None if role.mode is None else str(role.mode)
         about = About(__version__, mode, role.number, socket.gethostname())
         self._joining = Joining(role.address, about)
         self.worker = self._joining.worker
         self._exchange: ServerExchange | None = None
-        self._hooks: list[RemovableHandle] = []
 
     @property
     def workers(self) -> int:
@@ -83,17 +78,11 @@ class JoinedWorker:
         self._events.train_here()
         self._events.tell(Preparing(0, host_stamp()))
         given = Given.checked(model, optimizer, loader, self._settings)
-        self._joining.agree(given.facts, device_kind(given.device))
-        epoch = self._joining.receive(given.models)
-        exchange = ServerExchange(self._joining, given, loader, epoch, self._events)
-        self._exchange = exchange
-        self._hooks = [
-            given.optimizer.register_step_pre_hook(exchange.push),
-            given.optimizer.register_step_post_hook(exchange.restore),
-        ]
+        epoch = self._joining.enter(given)
+        self._exchange = ServerExchange(self._joining, given, epoch, self._events)
         told = (None, given.models, [given.optimizer], False, lead(loader))
         self._events.tell(Prepared(0, host_stamp(), *told))
-        return model, optimizer, JoinedLoader(loader, exchange, given.orders, self._settings)
+        return model, optimizer, JoinedLoader(self._exchange, given)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Iterate over the epochs from that on in which the server is."""
@@ -135,7 +124,7 @@ class JoinedWorker:
     def close(self) -> None:
         """Leave the server."""
         if self._exchange is not None:
-            self._exchange.leave()
+            self._exchange.courier.leave()
         self._let_go()
 
     def fail(self, error: BaseException) -> None:
@@ -143,13 +132,56 @@ class JoinedWorker:
         self._let_go()
 
     def _let_go(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._joining.link.close()
         if self._exchange is not None:
             self._exchange.close()
-        self._joining.link.close()
 
     @property
     def _news(self) -> Weights | None:
         """What the server said last."""
         return None if self._exchange is None else self._exchange.news
+
+
+class JoinedLoader:
+    """A loader of the local batches that the server hands to this worker, and their source."""
+
+    def __init__(self, exchange: ServerExchange, given: Given) -> None:
+        self.dataset = given.loader.dataset
+        self._exchange = exchange
+        self._given = given
+        seed, slicer = given.settings.seed, given.settings.slicer
+        self._loader = ShareLoader(given.loader, self, seed=seed, slicer=slicer)
+
+    def __len__(self) -> int:
+        """Global batches of an epoch; this worker's batches are as many as it manages."""
+        length, global_batch = len(self._given.orders), self._given.settings.global_batch
+        return steps_per_epoch(length, global_batch, drop_last=self._given.loader.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        more = self._exchange.begin(new_pass=True)
+        while more:
+            yield from self._loader
+            more = self._exchange.begin(new_pass=False)
+
+    def begin(self) -> Iterator[Cut]:
+        """Take what was handed to this worker, until there is no more for now."""
+        orders = self._given.orders
+        while (handed := self._exchange.courier.next_share()) is not None:
+            samples = handed.samples
+            if samples is None:
+                assert isinstance(orders, KeyedOrders)
+                samples = samples_of(orders.at(handed.epoch), handed.ranges)
+            yield Cut(handed, handed.epoch, list(samples))
+
+    def loading(self) -> Fetching:
+        """Measure how long it takes."""
+        return self._exchange.measuring.fetching
+
+    def hand_out(self, batch: Handed, contents: Any) -> None:
+        """Note what is computed next, and what its loss is divided by."""
+        count = self._given.settings.count
+        divided_by = batch.count if count is None else float(count(contents))
+        self._exchange.hand_out(batch, contents, divided_by)
+
+    def end(self) -> None:
+        """More may come."""
