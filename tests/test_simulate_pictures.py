@@ -18,8 +18,15 @@ import poise.cli.requirements
 from poise.cli.plot_batches import batches
 from poise.cli.plot_curves import progress, throughput
 from poise.cli.plot_timeline import timeline
-from poise.cli.simulate_page import page
-from poise.cli.simulate_plots import DPI, Picture, check_directory, draw_all, pictures, write
+from poise.cli.simulate_page import (
+    DPI,
+    Picture,
+    check_directory,
+    draw_all,
+    page,
+    pictures,
+    write,
+)
 from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario
@@ -403,6 +410,7 @@ def test_pictures_are_written_and_fit_on_their_paper(
     slowdown: Scenario, outcomes: list[Outcome], tmp_path: Path
 ) -> None:
     directory = tmp_path / "new" / "pictures"
+    check_directory(directory)
     paths = draw_all(slowdown, outcomes[2:], directory)
     assert [path.name for path in paths] == [
         *("throughput.png", "progress.png", "timeline-auto.png", "batches-auto.png")
