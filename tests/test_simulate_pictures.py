@@ -398,7 +398,7 @@ def test_when_all_are_refused_there_are_no_pictures_but_a_page(
 ) -> None:
     refused = [Outcome("static", refused="no")]
     assert draw_all(slowdown, refused, tmp_path) == []
-    assert Seen.of(page(slowdown, refused, [], [])).images == []
+    assert Seen.of(page(slowdown, refused, ROWS, [])).images == []
 
 
 def test_one_worker_and_one_step_are_enough(tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def test_a_place_where_nothing_can_be_written_is_refused(
     with pytest.raises(InvalidSetting, match=r"throughput\.png cannot be written: Is a directory"):
         draw_all(slowdown, outcomes[:1], tmp_path)
     with pytest.raises(InvalidSetting, match=r"throughput\.png cannot be written: Is a directory"):
-        write(tmp_path / "throughput.png", page(slowdown, [], [], []).encode())
+        write(tmp_path / "throughput.png", page(slowdown, [], ROWS, []).encode())
 
 
 def test_without_matplotlib_the_extra_is_named(

@@ -101,7 +101,7 @@ def plan(
     if as_json:
         print(json.dumps(findings.as_json(), indent=2))
     else:
-        _print(Console(highlight=False), findings, picture)
+        _print(findings, picture)
     return 0
 
 
@@ -173,17 +173,18 @@ def _rows(findings: Findings) -> Iterator[_Row]:
             yield _Row(kind, 1 + len(more), worker, planned[first])
 
 
-def _print(console: Console, findings: Findings, picture: str | None) -> None:
+def _print(findings: Findings, picture: str | None) -> None:
+    console = Console(highlight=False, soft_wrap=True)
     if findings.cluster.title:
-        _say(console, f"[bold]{escape(findings.cluster.title)}[/]")
+        console.print(f"[bold]{escape(findings.cluster.title)}[/]")
     rows = list(_rows(findings))
-    console.print(_table(rows[:MOST_ROWS], findings.plan.step_s))
+    console.print(_table(rows[:MOST_ROWS], findings.plan.step_s), soft_wrap=False)
     if hidden := sum(row.count for row in rows[MOST_ROWS:]):
-        _say(console, f"{hidden:,} more workers are not shown; --json lists all")
+        console.print(f"{hidden:,} more workers are not shown; --json lists all")
     for sentence in _sentences(findings):
-        _say(console, sentence)
+        console.print(sentence)
     if picture is not None:
-        _say(console, f"picture: {escape(picture)}")
+        console.print(f"picture: {escape(picture)}")
 
 
 def _table(rows: list[_Row], step_s: float) -> Table:
@@ -310,7 +311,3 @@ def _ms(seconds: float, scale_s: float | None = None) -> str:
     scale = (seconds if scale_s is None else scale_s) * 1e3
     decimals = 3 - math.floor(math.log10(scale)) if scale > 0 else 0
     return f"{seconds * 1e3:,.{min(max(decimals, 0), 4)}f}"
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from poise.cli.durations import duration, three_digits
 from poise.cli.simulate_asked import add_options, asked_scenario
+from poise.cli.simulate_page import check_directory, draw_all, page, write
 from poise.core.split import even_split
 from poise.engine.modes import Sync
 from poise.errors import InvalidSetting
@@ -69,8 +70,6 @@ def simulate(
     base = asked(toml)
     scenario = asked(what_if.applied(toml)) if what_if else base
     if out is not None:
-        from poise.cli.simulate_page import check_directory
-
         check_directory(Path(out))
     records = _directory(record, scenario.policies)
     with _progress(scenario, again=bool(what_if)) as watch:
@@ -251,8 +250,6 @@ def _progress(scenario: Scenario, *, again: bool) -> Iterator[Any]:
 def _pictures(findings: Findings, out: str | None) -> list[str]:
     if out is None:
         return []
-    from poise.cli.simulate_page import draw_all, page, write
-
     scenario, outcomes = findings.scenario, findings.outcomes
     drawn = draw_all(scenario, outcomes, Path(out))
     index = Path(out) / "index.html"
@@ -261,19 +258,19 @@ def _pictures(findings: Findings, out: str | None) -> list[str]:
 
 
 def _show(findings: Findings, written: Sequence[str]) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     title = findings.scenario.cluster.title
     if title:
-        console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
+        console.print(f"[bold]{escape(title)}[/]")
     heading, *rows = findings.rows()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, name in enumerate(heading):
         table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    console.print(table)
+    console.print(table, soft_wrap=False)
     for sentence in (*findings.sentences(), *(f"written: {path}" for path in written)):
-        console.print(escape(sentence), soft_wrap=True)
+        console.print(escape(sentence))
 
 
 def _columns(scenario: Scenario) -> list[str]:

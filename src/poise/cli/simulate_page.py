@@ -187,8 +187,6 @@ def _introduction(scenario: Scenario) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    if not rows:
-        return
     heading, *body = rows
     yield '<div class="table"><table>'
     cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heading)
