@@ -85,7 +85,8 @@ def examine(
         warned: what its script was warned of.
     """
     group = peers.generation.gradients
-    timings = _time_all_reduces(group, device) if peers.generation.workers > 1 else ()
+    repeats = _REPEATS.items() if peers.generation.workers > 1 else ()
+    timings = tuple(_time_all_reduce(group, device, *each) for each in repeats)
     own = _facts(peers.generation.worker, lead, warned)
     texts = peers.control.texts(to_json(own), "doctor")
     if peers.generation.worker != 0:
@@ -137,17 +138,12 @@ def _chosen_device() -> torch.device:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-def _time_all_reduces(group: dist.ProcessGroup, device: torch.device) -> tuple[Timing, ...]:
-    return tuple(
-        Timing(size_bytes, _median_s(group, torch.zeros(size_bytes // 4, device=device), repeats))
-        for size_bytes, repeats in _REPEATS.items()
-    )
-
-
-def _median_s(group: dist.ProcessGroup, tensor: torch.Tensor, repeats: int) -> float:
-    for _ in range(_WARM_UPS):
-        _all_reduce_s(group, tensor)
-    return median(_all_reduce_s(group, tensor) for _ in range(repeats))
+def _time_all_reduce(
+    group: dist.ProcessGroup, device: torch.device, size_bytes: int, repeats: int
+) -> Timing:
+    tensor = torch.zeros(size_bytes // 4, device=device)
+    times_s = [_all_reduce_s(group, tensor) for _ in range(_WARM_UPS + repeats)]
+    return Timing(size_bytes, median(times_s[_WARM_UPS:]))
 
 
 def _all_reduce_s(group: dist.ProcessGroup, tensor: torch.Tensor) -> float:

@@ -198,19 +198,15 @@ def _on_whom(findings: Findings) -> str:
 
 def _why(findings: Findings) -> Iterator[str]:
     reason = findings.reason
-    match reason.cause:
-        case "communication":
-            yield "[bold]why[/]: communication takes the largest part of a step"
-        case "compute":
-            yield (
-                f"[bold]why[/]: compute, {_ms(reason.compute_s)} on the last worker and "
-                f"{_ms(reason.others_compute_s)} on the others"
-            )
-        case "input":
-            yield (
-                f"[bold]why[/]: input, {_ms(reason.input_s)} on the last worker and "
-                f"{_ms(reason.others_input_s)} on the others"
-            )
+    times_s = {
+        "compute": (reason.compute_s, reason.others_compute_s),
+        "input": (reason.input_s, reason.others_input_s),
+    }
+    if reason.cause == "communication":
+        yield "[bold]why[/]: communication takes the largest part of a step"
+    elif reason.cause in times_s:
+        last, others = map(_ms, times_s[reason.cause])
+        yield f"[bold]why[/]: {reason.cause}, {last} on the last worker and {others} on the others"
 
 
 def _split(findings: Findings) -> str:
