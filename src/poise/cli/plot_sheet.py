@@ -185,7 +185,7 @@ def _free_row(taken: list[list[tuple[float, float]]], span: tuple[float, float])
     return len(taken) - 1
 
 
-def thousands(value: float, _: int | None) -> str:
+def thousands(value: float, _: float) -> str:
     """Return a number beside an axis; large ones with commas."""
     return f"{value:,.10g}"
 
