@@ -1,4 +1,5 @@
 import gzip
+import json
 import math
 import os
 import signal
@@ -15,11 +16,13 @@ import torch
 
 from poise.cli.demo import is_same_accuracy
 from poise.cli.demo_board import Board, verdict
-from poise.cli.demo_task import SPEEDS, images_file, read_images, write_images
+from poise.cli.demo_images import SPEEDS, images_file, write_images
+from poise.cli.demo_worker import read_images
 from poise.cli.doctor_facts import Facts, advice, thread_warning
 from poise.cli.main import COMMANDS, main
 from poise.cli.requirements import require
 from poise.cli.worker_messages import WorkerEnded, receive
+from poise.core.plain import from_plain, to_json
 from poise.errors import InvalidSetting
 from poise.lab.processes import local_workers
 
@@ -260,7 +263,7 @@ def test_different_versions_are_warned_of() -> None:
 
 
 def test_facts_travel_as_text() -> None:
-    assert Facts.from_json(facts(1).to_json()) == facts(1)
+    assert from_plain(Facts, json.loads(to_json(facts(1)))) == facts(1)
 
 
 WITHOUT = """

@@ -18,8 +18,15 @@ import poise.cli.requirements
 from poise.cli.plot_batches import batches
 from poise.cli.plot_curves import progress, throughput
 from poise.cli.plot_timeline import timeline
-from poise.cli.simulate_page import page
-from poise.cli.simulate_plots import DPI, Picture, check_directory, draw_all, pictures, write
+from poise.cli.simulate_page import (
+    DPI,
+    Picture,
+    check_directory,
+    draw_all,
+    page,
+    pictures,
+    write,
+)
 from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario
@@ -391,7 +398,7 @@ def test_when_all_are_refused_there_are_no_pictures_but_a_page(
 ) -> None:
     refused = [Outcome("static", refused="no")]
     assert draw_all(slowdown, refused, tmp_path) == []
-    assert Seen.of(page(slowdown, refused, [], [])).images == []
+    assert Seen.of(page(slowdown, refused, ROWS, [])).images == []
 
 
 def test_one_worker_and_one_step_are_enough(tmp_path: Path) -> None:
@@ -403,6 +410,7 @@ def test_pictures_are_written_and_fit_on_their_paper(
     slowdown: Scenario, outcomes: list[Outcome], tmp_path: Path
 ) -> None:
     directory = tmp_path / "new" / "pictures"
+    check_directory(directory)
     paths = draw_all(slowdown, outcomes[2:], directory)
     assert [path.name for path in paths] == [
         *("throughput.png", "progress.png", "timeline-auto.png", "batches-auto.png")
@@ -433,7 +441,7 @@ def test_a_place_where_nothing_can_be_written_is_refused(
     with pytest.raises(InvalidSetting, match=r"throughput\.png cannot be written: Is a directory"):
         draw_all(slowdown, outcomes[:1], tmp_path)
     with pytest.raises(InvalidSetting, match=r"throughput\.png cannot be written: Is a directory"):
-        write(tmp_path / "throughput.png", page(slowdown, [], [], []).encode())
+        write(tmp_path / "throughput.png", page(slowdown, [], ROWS, []).encode())
 
 
 def test_without_matplotlib_the_extra_is_named(

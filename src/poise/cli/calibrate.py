@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from argparse import ArgumentParser
+from collections.abc import Iterator
 from pathlib import Path
 
 from poise.errors import InvalidSetting
@@ -59,20 +60,18 @@ def _write(path: Path, text: str) -> None:
         raise InvalidSetting(f"--out {path} cannot be written: {error.strerror}") from None
 
 
-def _sentences(found: Calibration) -> list[str]:
+def _sentences(found: Calibration) -> Iterator[str]:
     measured, predicted = found.measured_s * 1e3, found.predicted_s * 1e3
-    sentences = [
-        f"{found.workers} workers, {found.steps:,} measured steps, {found.splits:,} splits",
-        f"steps of the last split took {measured:.1f} ms on average, {predicted:.1f} ms predicted",
-    ]
+    yield f"{found.workers} workers, {found.steps:,} measured steps, {found.splits:,} splits"
+    yield f"steps of the last split took {measured:.1f} ms on average, {predicted:.1f} ms predicted"
     if math.isnan(found.error):
-        sentences.append("no steps could be held out, so the error is not known")
+        yield "no steps could be held out, so the error is not known"
     else:
-        sentences.append(
+        yield (
             f"held-out step times are mispredicted by {100 * found.error:.1f} % on average, in "
             f"{found.held_out} groups of steps"
         )
-    return [*sentences, *(f"note: {each}" for each in found.guessed)]
+    yield from (f"note: {each}" for each in found.guessed)
 
 
 def _plain(found: Calibration) -> dict[str, object]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from poise.cli.demo_board import Board, picture, verdict
-from poise.cli.demo_task import SPEEDS, errors_file, images_file, write_images
+from poise.cli.demo_images import SPEEDS, errors_file, images_file, write_images
 from poise.cli.options import whole
 from poise.cli.requirements import require
 from poise.cli.worker_messages import WorkerEnded, receive

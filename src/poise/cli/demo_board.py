@@ -31,10 +31,6 @@ class Lane:
         total = sum(self.step_s)
         return 1 - sum(self.work_s) / total if total else 0.0
 
-    def recent(self) -> tuple[float, float]:
-        """Return the medians of its work and its steps lately."""
-        return statistics.median(self.work_s[-_RECENT:]), statistics.median(self.step_s[-_RECENT:])
-
 
 @dataclass
 class Board:
@@ -127,7 +123,7 @@ def verdict(plain: Board, balanced: Board) -> tuple[Table, str]:
 def _cells(lane: Lane) -> tuple[str, ...]:
     if not lane.step_s:
         return ("-",) * 4
-    work_s, step_s = lane.recent()
+    work_s, step_s = (statistics.median(each[-_RECENT:]) for each in (lane.work_s, lane.step_s))
     return (
         str(lane.samples),
         f"{work_s * 1e3:.0f}",

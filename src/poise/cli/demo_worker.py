@@ -10,29 +10,23 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from poise.cli.demo_task import (
-    GLOBAL_BATCH,
-    SEED,
-    Images,
-    errors_file,
-    images_file,
-    images_of_step,
-    new_model,
-    new_optimizer,
-    read_images,
-)
+from poise.cli.demo_images import errors_file, images_file
 from poise.cli.worker_messages import send
+from poise.core.order import Order
 from poise.core.split import even_split
 from poise.environment import launched_as
 from poise.torch import Balancer
@@ -41,12 +35,30 @@ from poise.watch.recorder import Recorder
 
 How = Literal["plain", "poise"]
 
+GLOBAL_BATCH = 240
+SEED = 1
+_CLASSES = 10
+_CHANNELS = 56
+
 _HANG_S = 60.0
 _TESTS = 10
 """How often the accuracy is measured."""
 _TEST_BATCH = 500
 _FEWEST = 5
 """Steps between two tests, at least: a step with a test is not timed."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images to train on and to test with."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+    @property
+    def side(self) -> int:
+        """Width and height of an image."""
+        return int(self.train[0].shape[-1])
 
 
 class Plain:
@@ -64,9 +76,11 @@ class Plain:
         split = even_split(dist.get_world_size(), GLOBAL_BATCH)
         start = sum(split[: dist.get_rank()])
         stop = start + split[dist.get_rank()]
-        for batch in images_of_step(len(x)):
-            mine = batch[start:stop]
-            yield x[mine], y[mine]
+        for epoch in count():
+            order = Order(length=len(x), seed=SEED, epoch=epoch)
+            for begin in range(0, len(x) - GLOBAL_BATCH + 1, GLOBAL_BATCH):
+                mine = order.at(begin + start, begin + stop).tolist()
+                yield x[mine], y[mine]
 
     def accuracy(self) -> float:
         """Return the part of the test images that are right, found by worker 0; the others wait."""
@@ -152,6 +166,33 @@ def _train(training: Plain | Balanced, recorder: Recorder, steps: int) -> None:
         if (step + 1) % every == 0 or step + 1 == steps:
             send(step=step, trained_s=trained_s, accuracy=training.accuracy())
         before = time.perf_counter()
+
+
+def read_images(path: Path) -> Images:
+    """Return the images that `write_images` wrote."""
+    with np.load(path) as arrays:
+        tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    return Images(
+        (tensors["train_images"], tensors["train_labels"].long()),
+        (tensors["test_images"], tensors["test_labels"].long()),
+    )
+
+
+def new_model(side: int) -> nn.Module:
+    """Return the network for square images, the same in every process."""
+    torch.manual_seed(SEED)
+    flat = _CHANNELS * (side // 4) ** 2
+    blocks = [_block(1, _CHANNELS // 2), _block(_CHANNELS // 2, _CHANNELS)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(flat, _CLASSES))
+
+
+def new_optimizer(model: nn.Module) -> SGD:
+    """Return stochastic gradient descent with momentum."""
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _block(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from poise.cli.doctor_facts import Examination, Facts, Timing, advice
+from poise.cli.doctor_facts import Examination, Facts, advice
 from poise.cli.options import add_script, whole
 from poise.cli.requirements import require
 from poise.cli.worker_messages import WorkerEnded, receive
+from poise.core.plain import from_plain
 from poise.environment import launched_as
 from poise.errors import InvalidSetting, WorkerLost
 from poise.lab.processes import local_workers
@@ -50,8 +51,10 @@ def doctor(*, workers: int | None = None, script: Sequence[str] = ()) -> int:
         raise InvalidSetting(
             f"--workers {workers} is for a doctor without launcher; under torchrun, leave it out"
         )
+    from poise.cli.doctor_worker import examine_group, examine_script
+
     console = Console(highlight=False)
-    examination = _examine(script)
+    examination = examine_script(script) if script else examine_group()
     if examination is None:
         return 0
     if launched:
@@ -65,29 +68,18 @@ def doctor(*, workers: int | None = None, script: Sequence[str] = ()) -> int:
     return 0
 
 
-def _examine(script: Sequence[str]) -> Examination | None:
-    if script:
-        from poise.cli.doctor_script import examine_script
-
-        return examine_script(script)
-    from poise.cli.doctor_worker import examine_group
-
-    return examine_group()
-
-
 def _with_local_timings(examination: Examination, count: int) -> Examination:
     """Let processes that are started here time the all-reduce."""
     command = [sys.executable, "-m", "poise.cli.doctor_worker"]
     try:
         with local_workers(command, count) as processes:
-            for _, found in receive(processes):
-                timings = [Timing(*pair) for pair in found["timings"]]
-                examination = replace(examination, backend=found["backend"], timings=timings)
+            ((_, message),) = receive(processes)
     except WorkerEnded as ended:
         raise WorkerLost(
             f"{ended} while {count} local processes timed the all-reduce; its stderr is above"
         ) from None
-    return examination
+    found = from_plain(Examination, message)
+    return replace(examination, backend=found.backend, timings=found.timings)
 
 
 def _print_report(console: Console, examination: Examination, peers: str) -> None:

@@ -1,8 +1,7 @@
 """What `poise doctor` finds out, and what it advises: values and pure functions."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +25,6 @@ class Facts:
     warnings: tuple[str, ...] = ()
     """What the script was warned of."""
 
-    def to_json(self) -> str:
-        """Return the facts as text, which is all that travels."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str | bytes) -> "Facts":
-        """Read a worker's facts."""
-        fields = json.loads(text)
-        return Facts(**{**fields, "warnings": tuple(fields["warnings"])})
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -49,9 +38,9 @@ class Timing:
 class Examination:
     """What all workers together found out."""
 
-    workers: Sequence[Facts]
+    workers: tuple[Facts, ...]
     backend: str
-    timings: Sequence[Timing]
+    timings: tuple[Timing, ...]
     """Empty where there is nobody to reduce with."""
 
 

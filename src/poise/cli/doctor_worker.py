@@ -4,13 +4,17 @@ As a program, `python -m poise.cli.doctor_worker`, it is one of the local proces
 for workers when no launcher started any.
 """
 
+import json
 import os
 import platform
 import socket
 import time
+import warnings
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +23,13 @@ import torch.distributed as dist
 from poise import __version__, environment
 from poise.cli.doctor_facts import Examination, Facts, Timing
 from poise.cli.worker_messages import send
+from poise.core.plain import from_plain, to_json, to_plain
+from poise.errors import InvalidSetting
 from poise.runtime.clocks import Waits
-from poise.runtime.events import Events
+from poise.runtime.events import Begun, Events, Prepared, Preparing
+from poise.runtime.instruments import Instrument, instrumented
 from poise.runtime.peers import Peers
+from poise.script import check_script, run
 from poise.torch.groups import Groups
 
 _HANG_S = 60.0
@@ -44,8 +52,29 @@ def examine_group() -> Examination | None:
     return examination
 
 
+def examine_script(script: Sequence[str]) -> Examination | None:
+    """Run a script, given with its arguments, up to prepare. None except on worker 0."""
+    check_script(script)
+    stop = _Stop()
+    with instrumented(Instrument(listen=stop.listen)), stop.catching:
+        try:
+            run(script)
+            ending = "ended"
+        except _Prepared as prepared:
+            return prepared.examination
+        except SystemExit as left:
+            ending = f"called sys.exit({'' if left.code is None else repr(left.code)})"
+        finally:
+            if dist.is_initialized():  # the script's own group, which it can no longer destroy
+                dist.destroy_process_group()
+    raise InvalidSetting(
+        f"{script[0]} {ending} without calling Balancer.prepare, where doctor looks at the "
+        "loader; give a script, and arguments, that train with a Balancer"
+    )
+
+
 def examine(
-    peers: Peers, device: torch.device, lead: int | None = None, warnings: Sequence[str] = ()
+    peers: Peers, device: torch.device, lead: int | None = None, warned: Sequence[str] = ()
 ) -> Examination | None:
     """Examine a group that exists; all workers call it together. None except on worker 0.
 
@@ -53,14 +82,16 @@ def examine(
         peers: the workers.
         device: where this one computes.
         lead: how many steps its loader runs ahead, if it has one.
-        warnings: what its script was warned of.
+        warned: what its script was warned of.
     """
     group = peers.generation.gradients
-    timings = _time_all_reduces(group, device) if peers.generation.workers > 1 else []
-    own = _facts(peers.generation.worker, lead, warnings)
-    everyone = [Facts.from_json(text) for text in peers.control.texts(own.to_json(), "doctor")]
+    repeats = _REPEATS.items() if peers.generation.workers > 1 else ()
+    timings = tuple(_time_all_reduce(group, device, *each) for each in repeats)
+    own = _facts(peers.generation.worker, lead, warned)
+    texts = peers.control.texts(to_json(own), "doctor")
     if peers.generation.worker != 0:
         return None
+    everyone = tuple(from_plain(Facts, json.loads(text)) for text in texts)
     return Examination(everyone, str(dist.get_backend(group)), timings)
 
 
@@ -68,11 +99,10 @@ def main() -> None:
     """Take part in an all-reduce; worker 0 tells the parent how long it took."""
     examination = examine_group()
     if examination is not None:
-        timings = [astuple(timing) for timing in examination.timings]
-        send(backend=examination.backend, timings=timings)
+        send(**to_plain(examination))
 
 
-def _facts(worker: int, lead: int | None, warnings: Sequence[str]) -> Facts:
+def _facts(worker: int, lead: int | None, warned: Sequence[str]) -> Facts:
     return Facts(
         worker=worker,
         host=socket.gethostname(),
@@ -88,7 +118,7 @@ def _facts(worker: int, lead: int | None, warnings: Sequence[str]) -> Facts:
         local_workers=environment.local_workers(),
         accelerators=_accelerators(),
         lead=lead,
-        warnings=tuple(warnings),
+        warnings=tuple(warned),
     )
 
 
@@ -108,17 +138,12 @@ def _chosen_device() -> torch.device:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-def _time_all_reduces(group: dist.ProcessGroup, device: torch.device) -> list[Timing]:
-    return [
-        Timing(size_bytes, _median_s(group, torch.zeros(size_bytes // 4, device=device), repeats))
-        for size_bytes, repeats in _REPEATS.items()
-    ]
-
-
-def _median_s(group: dist.ProcessGroup, tensor: torch.Tensor, repeats: int) -> float:
-    for _ in range(_WARM_UPS):
-        _all_reduce_s(group, tensor)
-    return median(_all_reduce_s(group, tensor) for _ in range(repeats))
+def _time_all_reduce(
+    group: dist.ProcessGroup, device: torch.device, size_bytes: int, repeats: int
+) -> Timing:
+    tensor = torch.zeros(size_bytes // 4, device=device)
+    times_s = [_all_reduce_s(group, tensor) for _ in range(_WARM_UPS + repeats)]
+    return Timing(size_bytes, median(times_s[_WARM_UPS:]))
 
 
 def _all_reduce_s(group: dist.ProcessGroup, tensor: torch.Tensor) -> float:
@@ -127,6 +152,48 @@ def _all_reduce_s(group: dist.ProcessGroup, tensor: torch.Tensor) -> float:
     if tensor.device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter() - start_s
+
+
+class _Prepared(BaseException):
+    """Leaves the script; no `except Exception` of the script catches it."""
+
+    def __init__(self, examination: Examination | None) -> None:
+        super().__init__("poise doctor has seen enough")
+        self.examination = examination
+
+
+class _Stop:
+    """Lets Balancer.prepare do its work, examines the group, and leaves the script."""
+
+    def __init__(self) -> None:
+        self.catching = ExitStack()
+        """Ends the catching of warnings."""
+        self._caught: list[warnings.WarningMessage] = []
+
+    def listen(self, events: Events) -> None:
+        """Hear of a training."""
+        made: list[Any] = []
+        events.on(Begun, lambda event: made.append(event.balancer))
+        events.on(Preparing, self._preparing)
+        events.on(Prepared, lambda event: self._prepared(event, made[0]))
+
+    def _preparing(self, _: Preparing) -> None:
+        catching = warnings.catch_warnings(record=True)
+        self._caught = self.catching.enter_context(catching) or []
+        warnings.simplefilter("always")
+
+    def _prepared(self, event: Prepared, balancer: Any) -> None:
+        self.catching.close()
+        if event.peers is None:
+            raise InvalidSetting(
+                "doctor looks at workers that train together, and this script trains with a "
+                'server; run it with mode="sync", without POISE_SERVER'
+            )
+        texts = [str(warning.message) for warning in self._caught]
+        device = next(event.models[0].parameters()).device
+        examination = examine(event.peers, device, event.lead, texts)
+        balancer.close()
+        raise _Prepared(examination)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from poise.cli.plan_findings import Findings, Learning, find, planned_bytes
+from poise.cli.plan_findings import Findings, Learning, Planned, find
 from poise.cli.plan_sweep import check_picture, draw, sweep
-from poise.cluster_file import DeclaredCluster, Kind, read_cluster
+from poise.cluster_file import Kind, read_cluster
 from poise.core.cluster import Worker
 from poise.core.planning import Worth
 from poise.core.timing import Bound
@@ -87,19 +87,6 @@ def plan(
     if picture is not None:
         check_picture(Path(picture))
     cluster = read_cluster(file)
-    findings = _find(cluster, batch, noise_scale, start_batch)
-    if picture is not None:
-        draw(findings, sweep(findings), Path(picture))
-    if as_json:
-        print(json.dumps(findings.as_json(), indent=2))
-    else:
-        _print(Console(highlight=False), findings, picture)
-    return 0
-
-
-def _find(
-    cluster: DeclaredCluster, batch: int, noise_scale: str | None, start_batch: str | None
-) -> Findings:
     scale = cluster.noise_scale if noise_scale is None else _scale(noise_scale)
     start = cluster.start_batch
     if start_batch is not None:
@@ -108,7 +95,14 @@ def _find(
             raise InvalidSetting(
                 "--start-batch means nothing without a noise scale; give --noise-scale too"
             )
-    return find(cluster, batch, scale, start)
+    findings = find(cluster, batch, scale, start)
+    if picture is not None:
+        draw(findings, sweep(findings), Path(picture))
+    if as_json:
+        print(json.dumps(findings.as_json(), indent=2))
+    else:
+        _print(findings, picture)
+    return 0
 
 
 def _samples(option: str, text: str) -> int:
@@ -136,68 +130,61 @@ class _Row:
     """Workers of one kind that have the same plan."""
 
     kind: Kind
-    worker: Worker
-    local_batch: int
-    local_s: float
-    bound: Bound
-    share: float
     count: int
+    worker: Worker
+    planned: Planned
+    """The same for each of them but for the name."""
 
     @property
     def name(self) -> str:
         if self.count == 1:
-            return self.worker.name
+            return self.planned.name
         part = "" if self.count == self.kind.count else f" of {self.kind.count}"
         return f"{self.kind.name} x{self.count}{part}"
 
     @property
     def bound_by(self) -> str:
-        if self.bound == "max":
+        bound = self.planned.bound
+        if bound == "max":
             stated = math.inf if self.worker.max_batch is None else self.worker.max_batch
             return "memory" if self.worker.most_samples < stated else "max_batch"
-        return "min_batch" if self.bound == "min" else self.bound
+        return "min_batch" if bound == "min" else bound
 
     @property
     def memory(self) -> str:
-        planned = planned_bytes(self.worker, self.local_batch)
-        if planned is None:
+        taken, limit = self.planned.memory_bytes, self.planned.memory_limit_bytes
+        if taken is None:
             return "-"
-        limit = self.worker.memory_bytes
         end = "GB" if limit is None else f"of {limit / _GIGABYTE:.3g} GB"
-        return f"{planned / _GIGABYTE:.1f} {end}"
+        return f"{taken / _GIGABYTE:.1f} {end}"
 
 
 def _rows(findings: Findings) -> Iterator[_Row]:
     """Yield a row for all workers of a kind with the same local batch, the largest first."""
-    cluster, plan = findings.cluster, findings.plan
-    local_s, bounds, shares = plan.local_s.tolist(), plan.bound, plan.shares
-    for kind in cluster.kinds:
-        order = sorted(kind.workers, key=lambda worker: (-plan.split[worker], bounds[worker]))
-        alike = groupby(order, key=lambda worker: (plan.split[worker], bounds[worker]))
-        for (local, bound), group in alike:
-            first, *more = group
-            yield _Row(
-                kind,
-                cluster.workers[first],
-                local,
-                local_s[first],
-                bound,
-                shares[first],
-                1 + len(more),
-            )
+    planned = findings.planned()
+
+    def place(worker: int) -> tuple[int, Bound]:
+        return -planned[worker].local_batch, planned[worker].bound
+
+    for kind in findings.cluster.kinds:
+        for _, alike in groupby(sorted(kind.workers, key=place), key=place):
+            first, *more = alike
+            worker = findings.cluster.workers[first]
+            yield _Row(kind, 1 + len(more), worker, planned[first])
 
 
-def _print(console: Console, findings: Findings, picture: str | None) -> None:
+def _print(findings: Findings, picture: str | None) -> None:
+    console = Console(highlight=False, soft_wrap=True)
     if findings.cluster.title:
-        _say(console, f"[bold]{escape(findings.cluster.title)}[/]")
+        console.print(f"[bold]{escape(findings.cluster.title)}[/]")
     rows = list(_rows(findings))
-    console.print(_table(rows[:MOST_ROWS], findings.plan.step_s))
+    console.print(_table(rows[:MOST_ROWS], findings.plan.step_s), soft_wrap=False)
     if hidden := sum(row.count for row in rows[MOST_ROWS:]):
-        _say(console, f"{hidden:,} more workers are not shown; --json lists all")
+        console.print(f"{hidden:,} more workers are not shown; --json lists all")
     for sentence in _sentences(findings):
-        _say(console, sentence)
+        console.print(sentence)
     if picture is not None:
-        _say(console, f"picture: {escape(picture)}")
+        console.print(f"picture: {escape(picture)}")
 
 
 def _table(rows: list[_Row], step_s: float) -> Table:
@@ -207,13 +194,14 @@ def _table(rows: list[_Row], step_s: float) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
-    smallest = min((row.share for row in rows if row.share > 0), default=1.0)
+    shares = [row.planned.share for row in rows if row.planned.share > 0]
+    smallest = min(shares, default=1.0)
     for row in rows:
         table.add_row(
             escape(row.name),
-            f"{row.local_batch:,}",
-            _percent(row.share, smallest),
-            f"{_ms(row.local_s, step_s)} ms",
+            f"{row.planned.local_batch:,}",
+            _percent(row.planned.share, smallest),
+            f"{_ms(row.planned.predicted_s, step_s)} ms",
             row.bound_by,
             row.memory,
         )
@@ -323,7 +311,3 @@ def _ms(seconds: float, scale_s: float | None = None) -> str:
     scale = (seconds if scale_s is None else scale_s) * 1e3
     decimals = 3 - math.floor(math.log10(scale)) if scale > 0 else 0
     return f"{seconds * 1e3:,.{min(max(decimals, 0), 4)}f}"
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True)

@@ -10,12 +10,27 @@ from poise.core.limits import Limits
 from poise.core.plan import Plan
 from poise.core.planning import Worth, plan, worth_of
 from poise.core.split import Split, even_split
+from poise.core.timing import Bound
 from poise.errors import InfeasibleSplit
 
 REACH = 16
 """Global batches are looked at up to this many times the one that was asked for."""
 MOST_WORTHS = 50
 """How many kinds are planned without; of more, those with the smallest local batches."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is planned for one worker."""
+
+    name: str
+    local_batch: int
+    share: float
+    predicted_s: float
+    bound: Bound
+    memory_bytes: float | None
+    """What its local batch takes; None where the worker does not say."""
+    memory_limit_bytes: float | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,7 @@ class Findings:
         return {
             "title": self.cluster.title,
             "global_batch": self.plan.global_batch,
-            "workers": self._workers_json(),
+            "workers": [asdict(each) for each in self.planned()],
             "step_s": self.plan.step_s,
             "samples_per_s": self.samples_per_s,
             "even_split": None if self.even.split is None else list(self.even.split),
@@ -86,28 +101,19 @@ class Findings:
             "goodput": self.learning and {**asdict(self.learning), "gain": self.learning.gain},
         }
 
-    def _workers_json(self) -> list[dict[str, Any]]:
-        of_plan = zip(
-            self.plan.split,
-            self.plan.shares,
-            self.plan.local_s.tolist(),
-            self.plan.bound,
-            strict=True,
+    def planned(self) -> list[Planned]:
+        """Return the part of each worker."""
+        plan, workers = self.plan, self.cluster.workers
+        columns = (
+            (worker.name for worker in workers),
+            plan.split,
+            plan.shares,
+            plan.local_s.tolist(),
+            plan.bound,
+            map(_planned_bytes, workers, plan.split),
+            (worker.memory_bytes for worker in workers),
         )
-        return [
-            {
-                "name": worker.name,
-                "local_batch": local,
-                "share": share,
-                "predicted_s": local_s,
-                "bound": bound,
-                "memory_bytes": planned_bytes(worker, local),
-                "memory_limit_bytes": worker.memory_bytes,
-            }
-            for worker, (local, share, local_s, bound) in zip(
-                self.cluster.workers, of_plan, strict=True
-            )
-        ]
+        return [Planned(*parts) for parts in zip(*columns, strict=True)]
 
 
 def find(
@@ -141,18 +147,18 @@ def even_of(best: Plan, limits: Limits) -> Even:
     return Even(split, best.predict(split))
 
 
-def planned_bytes(worker: Worker, local_batch: int) -> float | None:
+def batches_around(limits: Limits, global_batch: int) -> tuple[int, int]:
+    """Return the range of global batches to look at: all that are feasible, up to a few times."""
+    least, most = max(1, int(limits.low.sum())), int(limits.high.sum())
+    return least, min(most, REACH * global_batch)
+
+
+def _planned_bytes(worker: Worker, local_batch: int) -> float | None:
     """Return the memory that a local batch takes; None where the worker does not say."""
     if worker.bytes_per_sample is None:
         return None
     at_once = min(local_batch, worker.most_at_once) if worker.micro_batch else local_batch
     return worker.fixed_bytes + worker.bytes_per_sample * at_once
-
-
-def batches_around(limits: Limits, global_batch: int) -> tuple[int, int]:
-    """Return the range of global batches to look at: all that are feasible, up to a few times."""
-    least, most = max(1, int(limits.low.sum())), int(limits.high.sum())
-    return least, min(most, REACH * global_batch)
 
 
 def _needs(limits: Limits, worker: int, local_batch: int) -> str:

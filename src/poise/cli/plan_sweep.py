@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from poise.cli.plan_findings import Findings, Learning, batches_around, even_of
-from poise.cli.plot_text import counted
+from poise.cli.plan_findings import Findings, batches_around, even_of
+from poise.cli.plot_sheet import QUIET, Sheet, counted
 from poise.cli.requirements import require
 from poise.core.cluster import limits_of, speed_model
 from poise.core.goodput import efficiency
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 POINTS = 90
 SUFFIXES = (".png", ".svg")
 
-_BEST, _EVEN, _GOODPUT, _QUIET = "#1b6ca8", "#c8553d", "#3a7d44", "#555555"
+_BEST, _EVEN, _GOODPUT = "#1b6ca8", "#c8553d", "#3a7d44"
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ class Point:
     """Samples per second with the best split."""
     even: float | None
     """The same with an even split; None where that does not fit."""
-    worth: float | None
-    """What a sample teaches, compared with one of the start batch; None where not known."""
 
 
 def check_picture(path: Path) -> None:
@@ -60,14 +58,8 @@ def sweep(findings: Findings) -> list[Point]:
         except InfeasibleSplit:  # not a sum of multiples
             continue
         even_s = even_of(best, limits).step_s
-        points.append(
-            Point(
-                batch,
-                best=batch / best.step_s,
-                even=None if even_s is None else batch / even_s,
-                worth=_worth(findings.learning, batch),
-            )
-        )
+        even = None if even_s is None else batch / even_s
+        points.append(Point(batch, batch / best.step_s, even))
     return points
 
 
@@ -81,25 +73,20 @@ def draw(findings: Findings, points: Sequence[Point], path: Path) -> None:
 
 def figure(findings: Findings, points: Sequence[Point]) -> "Figure":
     """Return the picture: an object of its own, which nothing else knows of."""
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(7.5, 4.6), layout="constrained")
-    axes = drawn.add_subplot()
+    sheet = Sheet(4.6, 7.5)
+    axes = sheet.axes
     _draw_lines(axes, points, findings)
     _mark_batches(axes, findings)
+    sheet.tidy("global batch (samples)", "samples per second")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.margins(x=0)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("global batch (samples)")
-    axes.set_ylabel("samples per second")
     title = findings.cluster.title or counted(len(findings.cluster.workers), "worker")
     axes.set_title(title, fontsize=11, loc="left", parse_math=False)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=9, framealpha=0.9, edgecolor="none")
-    return drawn
+    return sheet.figure
 
 
 def _batches(limits: Limits, global_batch: int) -> list[int]:
@@ -116,12 +103,6 @@ def _last_even(limits: Limits) -> int:
     return limits.workers * int(limits.high.min())
 
 
-def _worth(learning: Learning | None, batch: int) -> float | None:
-    if learning is None:
-        return None
-    return efficiency(learning.noise_scale, batch, learning.start_batch)
-
-
 def _draw_lines(axes: "Axes", points: Sequence[Point], findings: Findings) -> None:
     x = [point.global_batch for point in points]
     axes.plot(x, [point.best for point in points], color=_BEST, label="throughput, best split")
@@ -136,15 +117,17 @@ def _draw_lines(axes: "Axes", points: Sequence[Point], findings: Findings) -> No
             markevery=[-1],
             label=f"{label} (beyond x it does not fit)" if ends else label,
         )
-    if findings.learning is not None:
-        label = f"goodput, best split (noise scale {findings.learning.noise_scale:,.0f})"
-        y = [point.best * (point.worth or 0.0) for point in points]
+    learning = findings.learning
+    if learning is not None:
+        label = f"goodput, best split (noise scale {learning.noise_scale:,.0f})"
+        scale, start = learning.noise_scale, learning.start_batch
+        y = [point.best * efficiency(scale, point.global_batch, start) for point in points]
         axes.plot(x, y, color=_GOODPUT, linestyle="-.", label=label)
 
 
 def _mark_batches(axes: "Axes", findings: Findings) -> None:
     asked, learning = findings.plan.global_batch, findings.learning
-    axes.axvline(asked, color=_QUIET, linewidth=1, linestyle="--", label=f"asked for: {asked:,}")
+    axes.axvline(asked, color=QUIET, linewidth=1, linestyle="--", label=f"asked for: {asked:,}")
     if learning is not None:
         best = learning.best_global_batch
         axes.plot(

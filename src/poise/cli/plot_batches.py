@@ -5,20 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from poise.cli.plot_choice import spread
 from poise.cli.plot_events import felt_first, in_words
-from poise.cli.plot_style import CALM, FAINT, new_figure
-from poise.cli.plot_text import (
-    QUIET,
-    Entry,
-    Label,
-    head,
-    label_above,
-    legend_beside,
-    name_of,
-    noted,
-    tidy,
-)
+from poise.cli.plot_sheet import CALM, FAINT, QUIET, Entry, Label, Sheet, name_of, noted, spread
 from poise.core.timing import Floats
 from poise.sim.outcome import Outcome, Point
 from poise.sim.scenario import Scenario
@@ -40,21 +28,20 @@ _AXES_IN = 6.6
 def batches(scenario: Scenario, outcome: Outcome) -> "Figure":
     """Draw local batches over steps: a line per worker, or of many the mean and range per kind."""
     course = outcome.course
-    figure, axes = new_figure(4.4)
+    sheet = Sheet(4.4)
+    axes = sheet.axes
     if scenario.workers <= MOST_LINES:
         lines, how = _draw_workers(axes, scenario, course), ""
     else:
         lines, how = _draw_kinds(axes, scenario, course)
     axes.set_xlim(course[0].step, course[-1].step + 1)
     axes.set_ylim(0, 1.06 * max(1, *(max(point.split) for point in course)))
-    rows = _mark_events(axes, scenario, course)
+    rows = _mark_events(sheet, scenario, course)
     strided = f"simulated step (one stands for up to {scenario.stride:,})"
-    axes.set_xlabel("step" if scenario.stride == 1 else strided)
-    axes.set_ylabel("local batch (samples)")
-    tidy(axes)
-    head(axes, f"{outcome.policy}: local batches", noted(scenario.cluster.title, how), rows)
-    legend_beside(axes, lines)
-    return figure
+    sheet.tidy("step" if scenario.stride == 1 else strided, "local batch (samples)")
+    sheet.head(f"{outcome.policy}: local batches", noted(scenario.cluster.title, how), rows)
+    sheet.legend_beside(lines)
+    return sheet.figure
 
 
 def _draw_workers(axes: "Axes", scenario: Scenario, course: Sequence[Point]) -> list[Entry]:
@@ -138,7 +125,7 @@ def _of_kind(scenario: Scenario, point: Point, kind: int) -> Floats:
     return found if found.size else np.array([np.nan])
 
 
-def _mark_events(axes: "Axes", scenario: Scenario, course: Sequence[Point]) -> int:
+def _mark_events(sheet: Sheet, scenario: Scenario, course: Sequence[Point]) -> int:
     """Draw a thin line at each event; return the rows of labels above."""
     labels = []
     for event in scenario.events:
@@ -146,6 +133,6 @@ def _mark_events(axes: "Axes", scenario: Scenario, course: Sequence[Point]) -> i
         if place is None:
             continue
         step = course[place].step if event.at_step is None else event.at_step
-        axes.axvline(step, color=FAINT, linewidth=0.9, zorder=0.5)
+        sheet.axes.axvline(step, color=FAINT, linewidth=0.9, zorder=0.5)
         labels.append(Label(step, in_words(scenario, event), QUIET))
-    return label_above(axes, labels, most=_EVENT_ROWS, width_in=_AXES_IN)
+    return sheet.label_above(labels, most=_EVENT_ROWS, width_in=_AXES_IN)

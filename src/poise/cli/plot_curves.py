@@ -7,8 +7,7 @@ import numpy as np
 
 from poise.cli.durations import duration
 from poise.cli.plot_events import felt_at
-from poise.cli.plot_style import color_of, mark, new_figure, stroke
-from poise.cli.plot_text import QUIET, Entry, Label, head, label_above, legend_beside, noted, tidy
+from poise.cli.plot_sheet import QUIET, Entry, Label, Sheet, color_of, mark, noted, stroke
 from poise.core.timing import Floats
 from poise.engine.modes import Sync
 from poise.sim.outcome import Outcome, Point
@@ -32,22 +31,20 @@ def throughput(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure":
     """Draw the samples per second of each policy over virtual time, and of the best split."""
     shown = drawable(outcomes)
     unit_s, unit = _clock(shown)
-    figure, axes = new_figure(4.4)
+    sheet = Sheet(4.4)
+    axes = sheet.axes
     entries = list(_draw_ideal(axes, scenario, shown, unit_s))
-    for each in shown:
-        entries.append(_draw_rates(axes, scenario, each, unit_s))
+    entries += [_draw_rates(axes, scenario, each, unit_s) for each in shown]
     if _marks_events(scenario):
         marks = axes.plot([], [], "o", **mark(QUIET))
         entries.append(("event of the scenario", marks[0]))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"virtual time ({unit})")
-    axes.set_ylabel("samples per second")
-    tidy(axes)
+    sheet.tidy(f"virtual time ({unit})", "samples per second")
     lost = "time lost between steps is left out" if any(each.lost_s for each in shown) else ""
-    head(axes, "Throughput", noted(scenario.cluster.title, _smoothing(scenario, shown), lost), 0)
-    legend_beside(axes, entries)
-    return figure
+    sheet.head("Throughput", noted(scenario.cluster.title, _smoothing(scenario, shown), lost), 0)
+    sheet.legend_beside(entries)
+    return sheet.figure
 
 
 def progress(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure | None":
@@ -57,18 +54,17 @@ def progress(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure | None"
         return None
     shown = drawable(outcomes)
     unit_s, unit = _clock(shown)
-    figure, axes = new_figure(4.4)
+    sheet = Sheet(4.4)
+    axes = sheet.axes
     longest_s = max((each.clock_s for each in shown), default=unit_s)
     axes.set_xlim(0, 1.01 * longest_s / unit_s)
     axes.set_ylim(0, 100)
     labels = [_draw_progress(axes, each, goal, unit_s) for each in shown]
-    rows = label_above(axes, labels, most=len(labels), width_in=_AXES_IN)
-    axes.set_xlabel(f"virtual time ({unit})")
-    axes.set_ylabel("part of the goal (%)")
-    tidy(axes)
+    rows = sheet.label_above(labels, most=len(labels), width_in=_AXES_IN)
+    sheet.tidy(f"virtual time ({unit})", "part of the goal (%)")
     what = f"goal: {goal:,.0f} samples, each counted by what it teaches"
-    head(axes, "Progress to the goal", noted(scenario.cluster.title, what), rows)
-    return figure
+    sheet.head("Progress to the goal", noted(scenario.cluster.title, what), rows)
+    return sheet.figure
 
 
 def drawable(outcomes: Iterable[Outcome]) -> list[Outcome]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from poise.cli.plot_text import counted, name_of
+from poise.cli.plot_sheet import counted, name_of
 from poise.engine.modes import Sync
 from poise.sim.outcome import Point
 from poise.sim.scenario import MOVES, Event, Scenario

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from poise.cli.durations import duration
-from poise.cli.plot_choice import chosen_workers, everyone_in
-from poise.cli.plot_style import FAINT, new_figure
-from poise.cli.plot_text import counted, head, legend_below, name_of, note, noted, thousands
+from poise.cli.plot_sheet import FAINT, Sheet, counted, name_of, noted, spread, thousands
 from poise.core.timing import Floats
 from poise.engine.modes import Sync
 from poise.sim.outcome import Outcome
@@ -19,18 +17,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INPUT, _COMPUTING, _WAITING, _WAITING_FOR_ANY, _REDUCING, _AWAY = (
-    *("waiting for input", "computing", "waiting for others", "waiting", "reducing gradients"),
-    "not there",
-)
+MOST_ROWS = 24
+"""Workers that are shown."""
 _ACTIVITIES = {
-    _INPUT: "#e3b04b",
-    _COMPUTING: "#3b78a8",
-    _WAITING: "#f0cfc4",
-    _WAITING_FOR_ANY: "#f0cfc4",
-    _REDUCING: "#62a06f",
-    _AWAY: "#ededed",
+    "waiting for input": "#e3b04b",
+    "computing": "#3b78a8",
+    "waiting for others": "#f0cfc4",
+    "waiting": "#f0cfc4",
+    "reducing gradients": "#62a06f",
+    "not there": "#ededed",
 }
+"""What workers do, and its color."""
 _FEW_ROWS, _ROW_IN, _LOW_ROW_IN = 12, 0.27, 0.22
 """Inches of a row of few workers, and of more."""
 
@@ -41,18 +38,20 @@ def timeline(scenario: Scenario, outcome: Outcome) -> "Figure":
     Steps stand end to end, from 0. Asynchronous ones are the times in which a global batch was
     pushed: how long a worker waited in each is known, not when, so that it is drawn at the end.
     """
-    steps, everyone = outcome.timeline, everyone_in(outcome.timeline)
-    workers = chosen_workers(scenario, steps)
+    steps = outcome.timeline
+    everyone = sorted({worker for step in steps for worker in step.workers.tolist()})
+    workers = _chosen(scenario, steps, everyone)
     row_in = _ROW_IN if len(workers) <= _FEW_ROWS else _LOW_ROW_IN
-    figure, axes = new_figure(2.0 + row_in * len(workers))
+    sheet = Sheet(2.0 + row_in * len(workers))
+    axes = sheet.axes
     begins_ms = 1e3 * np.cumsum([0.0, *(step.lasts_s for step in steps)])
     used = _draw_bars(axes, scenario, steps, workers, begins_ms)
     axes.vlines(begins_ms[1:-1], -0.5, len(workers) - 0.5, color=FAINT, linewidth=0.7, zorder=0.5)
     axes.set_xlim(0, begins_ms[-1])
     axes.set_xlabel(f"milliseconds from the begin of {_unit(scenario)} {steps[0].number:,}")
-    thousands(axes.xaxis)
+    axes.xaxis.set_major_formatter(thousands)
     _name_rows(axes, [name_of(scenario.names[each]) for each in workers])
-    _write_batches(axes, steps, workers)
+    _write_batches(sheet, steps, workers)
     title = f"{outcome.policy}: the last {counted(len(steps), _unit(scenario))}"
     facts = timeline_facts(scenario, steps)
     notes = [facts[0].upper() + facts[1:]]
@@ -62,9 +61,9 @@ def timeline(scenario: Scenario, outcome: Outcome) -> "Figure":
     lost_s = sum(step.lost_s for step in steps[1:])
     if lost_s:
         notes.append(f"{duration(lost_s)} lost between steps are cut out")
-    head(axes, title, noted(*notes), 1)
-    legend_below(figure, [(name, _ACTIVITIES[name]) for name in _ACTIVITIES if name in used])
-    return figure
+    sheet.head(title, noted(*notes), 1)
+    sheet.legend_below([(name, _ACTIVITIES[name]) for name in _ACTIVITIES if name in used])
+    return sheet.figure
 
 
 def timeline_facts(scenario: Scenario, steps: Sequence[Step]) -> str:
@@ -77,6 +76,34 @@ def timeline_facts(scenario: Scenario, steps: Sequence[Step]) -> str:
         f"a {_unit(scenario)} takes {duration(lasts_s / len(steps))}, and workers wait{whom} "
         f"{part:.0f} % of the time"
     )
+
+
+def _chosen(scenario: Scenario, steps: Sequence[Step], everyone: list[int]) -> list[int]:
+    """Return the workers to show: of too many, some of each kind, from slowest to fastest."""
+    if len(everyone) <= MOST_ROWS:
+        return everyone
+    waited_s = np.zeros(scenario.workers)
+    for step in steps:
+        waited_s[step.workers] += step.idle_s
+    by_kind: dict[int, list[int]] = {}
+    for worker in sorted(everyone, key=lambda each: waited_s[each]):
+        by_kind.setdefault(int(scenario.kind_of[worker]), []).append(worker)
+    kinds = spread(sorted(by_kind), MOST_ROWS)
+    seats = _seats([len(by_kind[kind]) for kind in kinds], MOST_ROWS)
+    return sorted(
+        worker
+        for kind, count in zip(kinds, seats, strict=True)
+        for worker in spread(by_kind[kind], count)
+    )
+
+
+def _seats(sizes: Sequence[int], seats: int) -> list[int]:
+    """Return how many of each group get a seat: one at least, beyond that by their sizes."""
+    given = [1] * len(sizes)
+    while sum(given) < min(seats, sum(sizes)):
+        claims = [size / got if got < size else 0.0 for size, got in zip(sizes, given, strict=True)]
+        given[int(np.argmax(claims))] += 1
+    return given
 
 
 def _draw_bars(
@@ -93,7 +120,7 @@ def _draw_bars(
         phases = _phases(scenario, step)
         for row, worker in enumerate(workers):
             if worker not in places:
-                spans.setdefault((_AWAY, row), []).append((begin_ms, 1e3 * step.lasts_s))
+                spans.setdefault(("not there", row), []).append((begin_ms, 1e3 * step.lasts_s))
                 continue
             for activity, from_s, lasts_s in phases:
                 place = places[worker]
@@ -111,14 +138,14 @@ def _phases(scenario: Scenario, step: Step) -> list[tuple[str, Floats, Floats]]:
     everyone_s = np.full_like(ended_s, ended_s.max())
     if not isinstance(scenario.mode, Sync):
         return [
-            (_COMPUTING, np.zeros_like(ended_s), ended_s),
-            (_WAITING_FOR_ANY, ended_s, step.lasts_s - ended_s),
+            ("computing", np.zeros_like(ended_s), ended_s),
+            ("waiting", ended_s, step.lasts_s - ended_s),
         ]
     return [
-        (_INPUT, np.zeros_like(ended_s), step.input_s),
-        (_COMPUTING, step.input_s, ended_s - step.input_s),
-        (_WAITING, ended_s, everyone_s - ended_s),
-        (_REDUCING, everyone_s, step.lasts_s - everyone_s),
+        ("waiting for input", np.zeros_like(ended_s), step.input_s),
+        ("computing", step.input_s, ended_s - step.input_s),
+        ("waiting for others", ended_s, everyone_s - ended_s),
+        ("reducing gradients", everyone_s, step.lasts_s - everyone_s),
     ]
 
 
@@ -131,18 +158,18 @@ def _name_rows(axes: "Axes", names: Sequence[str]) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _write_batches(axes: "Axes", steps: Sequence[Step], workers: Sequence[int]) -> None:
+def _write_batches(sheet: Sheet, steps: Sequence[Step], workers: Sequence[int]) -> None:
     """Write each worker's local batch at the end of its row: that of the last whole step."""
     last = {
         worker: batch
         for step in sorted(steps, key=lambda each: each.whole)
         for worker, batch in zip(step.workers.tolist(), step.split, strict=True)
     }
-    rows = axes.get_yaxis_transform()
+    rows = sheet.axes.get_yaxis_transform()
     for row, worker in enumerate(workers):
         text, at = f"{last[worker]:,}", (1.0, row)
-        note(axes, text, (34, 0), at=at, xycoords=rows, ha="right", va="center")
-    note(axes, "local batch", (6, 4), at=(1.0, 1.0), xycoords="axes fraction")
+        sheet.note(text, (34, 0), at=at, xycoords=rows, ha="right", va="center")
+    sheet.note("local batch", (6, 4), at=(1.0, 1.0), xycoords="axes fraction")
 
 
 def _unit(scenario: Scenario) -> str:

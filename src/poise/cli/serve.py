@@ -140,7 +140,8 @@ def serve(
         show=board.show,
         announce=lambda address: board.say(invitation(address, script)),
     )
-    _check_address(host, port)
+    check_secret(host, shared_secret())
+    listening(host, port).close()  # raises before the script has loaded its data
     try:
         return _served(script, serving)
     finally:
@@ -161,7 +162,11 @@ def invitation(address: str, script: Sequence[str]) -> str:
 
 
 def _served(script: Sequence[str], serving: "Serving") -> int:
-    """Run the script to its end as `python SCRIPT` does: sys.exit passes, errors are printed."""
+    """Run the script to its end as `python SCRIPT` does: sys.exit passes, errors are printed.
+
+    The Balancer, which closes at the end of the process, tells the workers of what ended it. Python
+    notes that in sys.last_value; here it is caught, to be shown as it should be, so we note it.
+    """
     from poise.torch.asynchronous.role import serving_as
 
     prepared: list[Prepared] = []
@@ -171,14 +176,13 @@ def _served(script: Sequence[str], serving: "Serving") -> int:
             run(script)
     except SystemExit as ending:
         if ending.code:
-            _remember(ending)
+            sys.last_value = ending
         if ending.code or prepared:
             raise
-    except KeyboardInterrupt as error:
-        _remember(error)
-        raise
-    except Exception as error:
-        _remember(error)
+    except (KeyboardInterrupt, Exception) as error:
+        sys.last_value = error
+        if isinstance(error, KeyboardInterrupt):
+            raise
         show_error(error)
         return _FAILED
     if not prepared:
@@ -187,14 +191,6 @@ def _served(script: Sequence[str], serving: "Serving") -> int:
             "give a script that trains with poise.torch.Balancer"
         )
     return 0
-
-
-def _remember(error: BaseException) -> None:
-    """Have the Balancer, which closes at the end of the process, tell the workers of an error.
-
-    Python notes there what ends a process; here it is caught, to be shown as it should be.
-    """
-    sys.last_value = error
 
 
 def _port(text: str) -> int:
@@ -220,9 +216,3 @@ def _check_save(save: str | None, every_s: float | None) -> None:
         raise InvalidSetting(f"--save {save} is in a directory that is not there; make it first")
     if save is not None and Path(save).is_dir():
         raise InvalidSetting(f"--save {save} is a directory; give the path of a file")
-
-
-def _check_address(host: str, port: int) -> None:
-    """Raise unless the server can listen there, before the script has loaded its data."""
-    check_secret(host, shared_secret())
-    listening(host, port).close()

@@ -44,7 +44,7 @@ class ServeBoard:
         self._live: Live | None = None
         self._first: Service | None = None
         self._last: Service | None = None
-        self._printed: Service | None = None
+        self._printed: tuple[object, ...] = ()
         self._printed_s = clock()
 
     def say(self, text: str) -> None:
@@ -56,7 +56,7 @@ class ServeBoard:
         self._first = self._first or service
         self._last = service
         if self._terminal:
-            self._show_live()
+            self._show_live(picture(service, self._first))
         elif self._clock() - self._printed_s >= EVERY_S:
             self._print()
 
@@ -68,9 +68,7 @@ class ServeBoard:
         elif not self._terminal:
             self._print()
 
-    def _show_live(self) -> None:
-        assert self._last is not None
-        table = picture(self._last, self._first)
+    def _show_live(self, table: Table) -> None:
         if self._live is None:
             self._live = Live(
                 table,
@@ -84,10 +82,10 @@ class ServeBoard:
     def _print(self) -> None:
         """Print a table, unless nothing has happened since the last one."""
         self._printed_s = self._clock()
-        if self._last is None or _is_same(self._last, self._printed):
-            return
-        self._printed = self._last
-        self._write(as_text(picture(self._last, self._first)))
+        last = self._last
+        if last is not None and self._printed != (last.workers, last.epoch, last.gone):
+            self._printed = last.workers, last.epoch, last.gone
+            self._write(as_text(picture(last, self._first)))
 
     def _write(self, text: str) -> None:
         try:
@@ -187,11 +185,3 @@ def _rate(service: "Service", first: "Service | None") -> float:
     if first is None or service.seconds <= first.seconds:
         return service.updates / service.seconds
     return (service.updates - first.updates) / (service.seconds - first.seconds)
-
-
-def _is_same(service: "Service", other: "Service | None") -> bool:
-    return other is not None and (service.workers, service.epoch, service.gone) == (
-        other.workers,
-        other.epoch,
-        other.gone,
-    )

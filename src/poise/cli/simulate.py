@@ -6,6 +6,8 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from poise.cli.durations import duration, three_digits
-from poise.cli.simulate_asked import Asked, add_options, with_options
+from poise.cli.simulate_asked import add_options, asked_scenario
+from poise.cli.simulate_page import check_directory, draw_all, page, write
 from poise.core.split import even_split
 from poise.engine.modes import Sync
 from poise.errors import InvalidSetting
 from poise.sim.conditions import Conditions
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario
-from poise.sim.scenario_file import declared_scenario
 from poise.sim.step import Step
 from poise.sim.what_if import WhatIf
 from poise.toml_file import read_toml
@@ -35,54 +37,53 @@ _SURE = 2.0
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what `simulate` takes."""
     add_options(parser)
-    parser.set_defaults(command=_simulate)
+    parser.set_defaults(command=simulate)
 
 
-def simulate(asked: Asked) -> int:
-    """Run every policy of a scenario and show what comes of it; return the exit code."""
-    toml = read_toml(asked.file)
-    base = with_options(declared_scenario(toml), asked)
-    scenario = base
-    if asked.what_if:
-        scenario = with_options(declared_scenario(asked.what_if.applied(toml)), asked)
-    if asked.out is not None:
-        from poise.cli.simulate_plots import check_directory
+def simulate(
+    *,
+    file: str,
+    policies: Sequence[str],
+    steps: int | None,
+    seed: int | None,
+    more: Sequence[tuple[str, int]],
+    network: float,
+    out: str | None,
+    record: str | None,
+    as_json: bool,
+) -> int:
+    """Run every policy of a scenario and show what comes of it; return the exit code.
 
-        check_directory(Path(asked.out))
-    records = _directory(asked.record, scenario.policies)
-    console = Console(highlight=False)
-    with _progress(scenario, again=bool(asked.what_if)) as watch:
-        before = compare(base, watch=watch) if asked.what_if else []
+    Args:
+        file: the path of a scenario file.
+        policies: those to run; none: those of the file.
+        steps: how many to make; None: as many as the file says.
+        seed: of all chance; None: that of the file.
+        more: names of workers, and how many further ones there are like these.
+        network: how many times as fast the network is.
+        out: a directory for pictures and a page.
+        record: a directory for the record of each policy.
+        as_json: print one JSON object.
+    """
+    toml, what_if = read_toml(file), WhatIf(tuple(more), network)
+    asked = partial(asked_scenario, policies=policies, steps=steps, seed=seed)
+    base = asked(toml)
+    scenario = asked(what_if.applied(toml)) if what_if else base
+    if out is not None:
+        check_directory(Path(out))
+    records = _directory(record, scenario.policies)
+    with _progress(scenario, again=bool(what_if)) as watch:
+        before = compare(base, watch=watch) if what_if else []
         outcomes = compare(scenario, watch=watch, records=records)
     if all(each.refused for each in outcomes):
-        raise InvalidSetting(f"{asked.file}: {outcomes[0].refused}")
-    findings = Findings(scenario, outcomes, before, asked.what_if)
-    written = _pictures(findings, asked.out)
-    if asked.as_json:
+        raise InvalidSetting(f"{file}: {outcomes[0].refused}")
+    findings = Findings(scenario, outcomes, before, what_if)
+    written = _pictures(findings, out)
+    if as_json:
         print(json.dumps({**findings.as_json(), "files": written}, indent=2, allow_nan=False))
-        return 0
-    _show(console, findings)
-    for path in written:
-        console.print(f"written: {escape(path)}", soft_wrap=True)
+    else:
+        _show(findings, written)
     return 0
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """What no split of the same global batch can exceed, from the first step to the last."""
-
-    times: float | None = None
-    """How many times as fast as even a step is with the best split."""
-    unknown: str | None = None
-    """Why no such number holds for all steps."""
-
-    def __str__(self) -> str:
-        if self.times is None:
-            return f"no ceiling is known: {self.unknown}"
-        return (
-            "no split of the same global batch can make steps more than "
-            f"{self.times:.2f} times as fast as even"
-        )
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Findings:
     def as_json(self) -> dict[str, Any]:
         """Return all of it as plain values."""
         scenario = self.scenario
+        ceiling, unknown = self._ceiling()
         return {
             "title": scenario.cluster.title,
             "workers": scenario.workers,
@@ -137,30 +139,32 @@ class Findings:
             "mode": str(scenario.mode),
             "seed": scenario.seed,
             "error": scenario.error,
-            "ceiling": self.ceiling.times,
-            "ceiling_unknown": self.ceiling.unknown,
+            "ceiling": ceiling,
+            "ceiling_unknown": unknown,
             "outcomes": [_plain(each) for each in self.outcomes],
             "what_if": str(self.what_if) or None,
             "before": [_plain(each) for each in self.before],
         }
 
-    @property
-    def ceiling(self) -> "Ceiling":
-        """How many times as fast as even the best split makes a step."""
+    def _ceiling(self) -> tuple[float | None, str | None]:
+        """Return how many times as fast as even the best split makes a step, or why not.
+
+        It is what no split of the same global batch exceeds, from the first step to the last.
+        """
         scenario = self.scenario
         if not isinstance(scenario.mode, Sync):
-            return Ceiling(unknown="workers do not wait for each other")
+            return None, "workers do not wait for each other"
         if scenario.changes_over_steps:
-            return Ceiling(unknown="the cluster changes, and the best split with it")
+            return None, "the cluster changes, and the best split with it"
         moment = Conditions(scenario).at(0, 0.0)
         if not moment.cluster.is_plain:
-            return Ceiling(unknown="the best split is only the best that was found")
+            return None, "the best split is only the best that was found"
         limits = scenario.limits.take(moment.present.tolist())
         even = even_split(len(moment.present), scenario.global_batch)
         if not limits.allow(even):
-            return Ceiling(unknown="an even split does not fit")
+            return None, "an even split does not fit"
         _, best_s = moment.cluster.best(scenario.global_batch, limits)
-        return Ceiling(moment.cluster.step_s(even) / best_s)
+        return moment.cluster.step_s(even) / best_s, None
 
     def _gain(self) -> Iterator[str]:
         """Yield how much faster the fastest is than even."""
@@ -168,36 +172,40 @@ class Findings:
         even = known.pop("even", None)
         if even is None or not known:
             return
-        best = min(known.values(), key=lambda each: _seconds(each, *known.values()))
-        ratio = _seconds(even, best) / _seconds(best, even)
-        yield f"{best.policy} {_does(even, best)} {self._times(ratio)} as fast as even"
-        yield str(self.ceiling)
+        reached = all(each.target_s is not None for each in known.values())
+        best = min(known.values(), key=attrgetter("target_s" if reached else "step_s"))
+        yield f"{self._compared(best, even)} as even"
+        ceiling, unknown = self._ceiling()
+        if ceiling is None:
+            yield f"no ceiling is known: {unknown}"
+        else:
+            yield (
+                "no split of the same global batch can make steps more than "
+                f"{ceiling:.2f} times as fast as even"
+            )
 
     def _difference(self) -> Iterator[str]:
         """Yield what a change brings to each policy."""
         for was, now in zip(self.before, self.outcomes, strict=False):
-            if was.refused or now.refused:
-                continue
-            ratio = _seconds(was, now) / _seconds(now, was)
-            hours = now.worker_hours / was.worker_hours
-            yield (
-                f"with {self.what_if}, {now.policy} {_does(was, now)} {self._times(ratio)} as "
-                f"fast, for {hours:.2f} times the worker-hours"
-            )
+            if not was.refused and not now.refused:
+                hours = now.worker_hours / was.worker_hours
+                yield (
+                    f"with {self.what_if}, {self._compared(now, was)}, for {hours:.2f} times the "
+                    "worker-hours"
+                )
 
-    def _times(self, ratio: float) -> str:
-        """Return a ratio, with what a mispredicted step means for it."""
+    def _compared(self, now: Outcome, was: Outcome) -> str:
+        """Say how many times as fast one is, by the time to the goal if both reach it.
+
+        Where steps are known to be mispredicted, also what that means for it.
+        """
+        if now.target_s is not None and was.target_s is not None:
+            does, ratio = "reaches the goal", was.target_s / now.target_s
+        else:
+            does, ratio = "makes steps", was.step_s / now.step_s
         error = self.scenario.error
-        if error is None:
-            return f"{ratio:.2f} times"
-        return f"{ratio:.2f} (± {_SURE * math.sqrt(2) * error * ratio:.2f}) times"
-
-
-def _simulate(
-    *, policies: list[str], more: list[tuple[str, int]], network: float, **others: Any
-) -> int:
-    what_if = WhatIf(tuple(more), network)
-    return simulate(Asked(policies=tuple(policies), what_if=what_if, **others))
+        sure = "" if error is None else f" (± {_SURE * math.sqrt(2) * error * ratio:.2f})"
+        return f"{now.policy} {does} {ratio:.2f}{sure} times as fast"
 
 
 def _directory(path: str | None, policies: Sequence[str]) -> Path | None:
@@ -222,8 +230,7 @@ def _progress(scenario: Scenario, *, again: bool) -> Iterator[Any]:
     """Show how far the simulation is, on a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    names = scenario.policies
-    total = scenario.steps * len(names) * (2 if again else 1)
+    total = scenario.steps * len(scenario.policies) * (2 if again else 1)
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
@@ -243,9 +250,6 @@ def _progress(scenario: Scenario, *, again: bool) -> Iterator[Any]:
 def _pictures(findings: Findings, out: str | None) -> list[str]:
     if out is None:
         return []
-    from poise.cli.simulate_page import page
-    from poise.cli.simulate_plots import draw_all, write
-
     scenario, outcomes = findings.scenario, findings.outcomes
     drawn = draw_all(scenario, outcomes, Path(out))
     index = Path(out) / "index.html"
@@ -253,19 +257,20 @@ def _pictures(findings: Findings, out: str | None) -> list[str]:
     return [str(index), *(str(path) for path in drawn)]
 
 
-def _show(console: Console, findings: Findings) -> None:
-    scenario = findings.scenario
-    if scenario.cluster.title:
-        console.print(f"[bold]{escape(scenario.cluster.title)}[/]", soft_wrap=True)
+def _show(findings: Findings, written: Sequence[str]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    title = findings.scenario.cluster.title
+    if title:
+        console.print(f"[bold]{escape(title)}[/]")
     heading, *rows = findings.rows()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, name in enumerate(heading):
         table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    console.print(table)
-    for sentence in findings.sentences():
-        console.print(escape(sentence), soft_wrap=True)
+    console.print(table, soft_wrap=False)
+    for sentence in (*findings.sentences(), *(f"written: {path}" for path in written)):
+        console.print(escape(sentence))
 
 
 def _columns(scenario: Scenario) -> list[str]:
@@ -292,18 +297,6 @@ def _cells(outcome: Outcome, columns: Sequence[str]) -> list[str]:
         "cost": f"{outcome.money or 0.0:,.2f}",
     }
     return [cells[column] for column in columns]
-
-
-def _seconds(outcome: Outcome, *others: Outcome) -> float:
-    """Return what outcomes are compared by: the time to the goal if all reach it, else a step."""
-    if outcome.target_s is not None and all(other.target_s is not None for other in others):
-        return outcome.target_s
-    return outcome.step_s
-
-
-def _does(*outcomes: Outcome) -> str:
-    reached = all(each.target_s is not None for each in outcomes)
-    return "reaches the goal" if reached else "makes steps"
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:

@@ -1,29 +1,15 @@
 """What the command line asks of `poise simulate`."""
 
 from argparse import ArgumentParser, ArgumentTypeError
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from poise.cli.options import above_0, whole
 from poise.errors import InvalidSetting
 from poise.policy.naming import KINDS
 from poise.sim.scenario import Scenario
-from poise.sim.scenario_file import MOST_STEPS
-from poise.sim.what_if import WhatIf
-from poise.toml_file import nearest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the command line says."""
-
-    file: str
-    policies: tuple[str, ...] = ()
-    steps: int | None = None
-    seed: int | None = None
-    what_if: WhatIf = field(default_factory=WhatIf)
-    out: str | None = None
-    record: str | None = None
-    as_json: bool = False
+from poise.sim.scenario_file import MOST_STEPS, declared_scenario
+from poise.toml_file import Toml, nearest
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -70,29 +56,32 @@ def add_options(parser: ArgumentParser) -> None:
     )
 
 
-def with_options(scenario: Scenario, asked: Asked) -> Scenario:
-    """Return a scenario with what is asked instead of what its file says."""
-    if asked.steps is not None:
-        if asked.steps > MOST_STEPS:
-            raise InvalidSetting(f"--steps {asked.steps} is too many; give at most {MOST_STEPS}")
+def asked_scenario(
+    toml: Toml, *, policies: Sequence[str], steps: int | None, seed: int | None
+) -> Scenario:
+    """Return the scenario of a file, with what is asked instead of what the file says."""
+    scenario = declared_scenario(toml)
+    if steps is not None:
+        if steps > MOST_STEPS:
+            raise InvalidSetting(f"--steps {steps} is too many; give at most {MOST_STEPS}")
         late = [event.at_step for event in scenario.events if event.at_step is not None]
-        if late and max(late) >= asked.steps:
+        if late and max(late) >= steps:
             raise InvalidSetting(
-                f"--steps {asked.steps} ends before the event of step {max(late)}; give more"
+                f"--steps {steps} ends before the event of step {max(late)}; give more"
             )
-        scenario = replace(scenario, steps=asked.steps)
-    if asked.seed is not None:
-        scenario = replace(scenario, seed=asked.seed)
-    if len(set(asked.policies)) < len(asked.policies):
-        raise InvalidSetting(f"--policy {asked.policies[-1]} is given twice; give it once")
-    for name in asked.policies:
+        scenario = replace(scenario, steps=steps)
+    if seed is not None:
+        scenario = replace(scenario, seed=seed)
+    if len(set(policies)) < len(policies):
+        raise InvalidSetting(f"--policy {policies[-1]} is given twice; give it once")
+    for name in policies:
         if name not in KINDS:
             raise InvalidSetting(f"--policy {name} is unknown; {nearest(name, KINDS)}")
         if name == "fixed" and not scenario.split:
-            raise InvalidSetting(f"--policy fixed needs split = [...] in {asked.file}")
+            raise InvalidSetting(f"--policy fixed needs split = [...] in {toml.name}")
         if name == "static" and not scenario.resources:
-            raise InvalidSetting(f"--policy static needs a resource of each worker in {asked.file}")
-    return replace(scenario, policies=asked.policies) if asked.policies else scenario
+            raise InvalidSetting(f"--policy static needs a resource of each worker in {toml.name}")
+    return replace(scenario, policies=tuple(policies)) if policies else scenario
 
 
 def _seed(text: str) -> int:

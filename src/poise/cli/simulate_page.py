@@ -1,16 +1,28 @@
-"""The page of `poise simulate`: a table, sentences and pictures in one file of HTML."""
+"""What `poise simulate` draws: pictures, and a page of HTML that holds them, and a table."""
 
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from poise.cli.durations import duration
-from poise.cli.plot_text import counted
-from poise.cli.plot_timeline import timeline_facts
-from poise.cli.simulate_plots import Picture, pictures
+from poise.cli.plot_batches import batches
+from poise.cli.plot_curves import drawable, progress, throughput
+from poise.cli.plot_sheet import counted
+from poise.cli.plot_timeline import timeline, timeline_facts
+from poise.cli.requirements import require
+from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome
 from poise.sim.scenario import Scenario
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Subject = Literal["throughput", "progress", "timeline", "batches"]
+DPI = 150
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --quiet: #5b636d; --page: #fbfbfa;
   --card: #fff; --line: #dfe2e6; --accent: #1b6ca8; }
@@ -54,6 +66,68 @@ _CAPTIONS = {
     "timeline": "What each worker does. The less of it is waiting, the better the split.",
     "batches": "How many samples of each step every worker gets.",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """One of the pictures of a comparison."""
+
+    subject: Subject
+    outcome: Outcome | None
+    """Whose it is; None: it shows all."""
+    figure: "Figure"
+
+    @property
+    def name(self) -> str:
+        """Of its file, without the ending."""
+        return self.subject if self.outcome is None else f"{self.subject}-{self.outcome.policy}"
+
+    def png(self) -> bytes:
+        """Return the file."""
+        file = BytesIO()
+        self.figure.savefig(file, format="png", dpi=DPI)
+        return file.getvalue()
+
+
+def check_directory(path: Path) -> None:
+    """Raise unless pictures can be drawn into a directory, which is made."""
+    require("matplotlib", extra="report")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidSetting(f"{path} cannot be made: {error.strerror or error}") from None
+
+
+def draw_all(scenario: Scenario, outcomes: Sequence[Outcome], directory: Path) -> list[Path]:
+    """Write all pictures; raises InvalidSetting if a file cannot be written."""
+    drawn = []
+    for picture in pictures(scenario, outcomes):
+        path = directory / f"{picture.name}.png"
+        write(path, picture.png())
+        drawn.append(path)
+    return drawn
+
+
+def pictures(scenario: Scenario, outcomes: Sequence[Outcome]) -> Iterator[Picture]:
+    """Draw what there is to show: of all policies first, then of each that was not refused."""
+    shown = drawable(outcomes)
+    if not shown:
+        return
+    yield Picture("throughput", None, throughput(scenario, shown))
+    advance = progress(scenario, shown)
+    if advance is not None:
+        yield Picture("progress", None, advance)
+    for each in shown:
+        yield Picture("timeline", each, timeline(scenario, each))
+        yield Picture("batches", each, batches(scenario, each))
+
+
+def write(path: Path, contents: bytes) -> None:
+    """Write a file; raises InvalidSetting if that cannot be."""
+    try:
+        path.write_bytes(contents)
+    except OSError as error:
+        raise InvalidSetting(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def page(
@@ -113,8 +187,6 @@ def _introduction(scenario: Scenario) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    if not rows:
-        return
     heading, *body = rows
     yield '<div class="table"><table>'
     cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heading)

@@ -3,6 +3,7 @@
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     _add_options(parser)
     add_script(parser, more="; -- before the args if they begin with one of the above")
-    parser.set_defaults(command=_verify, workers=3, steps=4)
+    parser.set_defaults(command=verify, workers=3, steps=4)
 
 
 def options_first(words: list[str]) -> tuple[list[str], list[str]]:
@@ -62,25 +63,31 @@ def verify(*, workers: int, steps: int, script: Sequence[str]) -> int:
     Args:
         workers: how many unequal workers train, as processes of this machine.
         steps: how many steps they train.
-        script: a training script and its arguments.
+        script: a training script, and its arguments after options that take the place of these.
     """
+    if not script:
+        raise InvalidSetting("verify needs a script; give the path of a Python file")
+    path, *words = script
+    ours, theirs = options_first(words)
+    parser = ArgumentParser(prog="poise verify", add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    stated = parser.parse_args(ours, Namespace(workers=workers, steps=steps))
     require("torch", extra="torch")
     if launched_as() is not None:
         raise InvalidSetting("verify starts its own workers; run it without torchrun")
     check_script(script)
     from poise.verify.verdict import judge
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     with TemporaryDirectory(prefix="poise-verify-") as name:
-        bench = _Bench(console, Path(name), workers, steps, script)
+        bench = _Bench(console, Path(name), stated.workers, stated.steps, [path, *theirs])
         runs = bench.runs()
         verdict = judge(runs)
-        print_verdict(console, runs, verdict)
+        _print_verdict(console, runs, verdict)
         if verdict.difference is None:
             return 0
         if verdict.causes[0].stillable:
-            stilled = bench.runs(stilled=True)
-            print_rest(console, judge(stilled))
+            _print_rest(console, judge(bench.runs(stilled=True)))
     return 1
 
 
@@ -101,49 +108,15 @@ def _add_options(parser: ArgumentParser) -> None:
     )
 
 
-def _verify(*, script: list[str], **options: int) -> int:
-    if not script:
-        raise InvalidSetting("verify needs a script; give the path of a Python file")
-    path, *words = script
-    ours, theirs = options_first(words)
-    parser = ArgumentParser(prog="poise verify", add_help=False, allow_abbrev=False)
-    _add_options(parser)
-    stated = parser.parse_args(ours, Namespace(**options))
-    return verify(workers=stated.workers, steps=stated.steps, script=[path, *theirs])
-
-
-def print_verdict(console: Console, runs: "Runs", verdict: "Verdict") -> None:
-    """Say whether it is the same training, and if not, what differs and why."""
-    if verdict.difference is None:
-        _print_same(console, runs, verdict.extent)
-    else:
-        what = escape(_described(verdict.difference))
-        _say(console, f"[bold red]NOT the same training[/]: {what} ({_workers(runs)})")
-        _print_causes(console, verdict.causes)
-
-
-def print_rest(console: Console, stilled: "Verdict") -> None:
-    """Say what is left to find without dropout and batch statistics."""
-    without = "without dropout and batch statistics"
-    if stilled.difference is None:
-        _say(console, f"[bold]nothing else[/]: {without} it is the same training")
-    else:
-        what = escape(_described(stilled.difference))
-        _say(console, f"[bold]something else, too[/]: {without}, {what}")
-        _print_causes(console, stilled.causes)
-
-
+@dataclass(frozen=True)
 class _Bench:
     """Runs the script as often and in as many ways as the comparison needs."""
 
-    def __init__(
-        self, console: Console, directory: Path, workers: int, steps: int, script: Sequence[str]
-    ) -> None:
-        self._console = console
-        self._directory = directory
-        self._workers = workers
-        self._steps = steps
-        self._script = script
+    console: Console
+    directory: Path
+    workers: int
+    steps: int
+    script: Sequence[str]
 
     def runs(self, *, stilled: bool = False) -> "Runs":
         """Train in one process, in one process with reordered samples, and on the workers."""
@@ -151,38 +124,38 @@ class _Bench:
         from poise.verify.split import unequal_split
 
         (alone,) = self._run(Variant("alone", stilled), 1)
-        unequal_split(self._workers, alone.global_batch)  # raises before more time is spent
+        unequal_split(self.workers, alone.global_batch)  # raises before more time is spent
         (reordered,) = self._run(Variant("reordered", stilled), 1)
-        return Runs(alone, reordered, tuple(self._run(Variant("shared", stilled), self._workers)))
+        return Runs(alone, reordered, tuple(self._run(Variant("shared", stilled), self.workers)))
 
     def _run(self, variant: "Variant", workers: int) -> "list[Observation]":
         from poise.verify.observation import read
 
         command = [sys.executable, "-m", "poise.verify.worker"]
-        command += [str(self._directory), str(variant), str(self._steps), *self._script]
+        command += [str(self.directory), str(variant), str(self.steps), *self.script]
         where = _where(variant, workers)
-        with self._console.status(f"Running {escape(self._script[0])} {where} ..."):
+        with self.console.status(f"Running {escape(self.script[0])} {where} ..."):
             try:
                 with local_workers(command, workers) as processes:
                     list(receive(processes))
             except WorkerEnded as ended:
                 raise self._failure(variant, ended, where) from None
-        return [read(self._directory, variant, worker) for worker in range(workers)]
+        return [read(self.directory, variant, worker) for worker in range(workers)]
 
     def _failure(self, variant: "Variant", ended: WorkerEnded, where: str) -> Exception:
         from poise.verify.worker import culprit_file, errors_file, refusal_file
 
-        refusal, culprit = refusal_file(self._directory), culprit_file(self._directory)
+        refusal, culprit = refusal_file(self.directory), culprit_file(self.directory)
         if refusal.exists():
             return InvalidSetting(refusal.read_text())
         worker, who = ended.worker, str(ended)
         if culprit.exists():  # others may have ended before it, since they wait for it
             worker = int(culprit.read_text())
             who = f"worker {worker}"
-        errors = errors_file(self._directory, variant, worker)
+        errors = errors_file(self.directory, variant, worker)
         text = errors.read_text(errors="replace").strip() if errors.exists() else ""
         return WorkerLost(
-            f"{self._script[0]} failed {where} ({who}), so it could not be verified; its stderr:\n"
+            f"{self.script[0]} failed {where} ({who}), so it could not be verified; its stderr:\n"
             f"{text or '(nothing)'}"
         )
 
@@ -196,6 +169,27 @@ def _where(variant: "Variant", workers: int) -> str:
     return f"{how}, without dropout and batch statistics" if variant.stilled else how
 
 
+def _print_verdict(console: Console, runs: "Runs", verdict: "Verdict") -> None:
+    """Say whether it is the same training, and if not, what differs and why."""
+    if verdict.difference is None:
+        _print_same(console, runs, verdict.extent)
+    else:
+        what = escape(_described(verdict.difference))
+        console.print(f"[bold red]NOT the same training[/]: {what} ({_workers(runs)})")
+        _print_causes(console, verdict.causes)
+
+
+def _print_rest(console: Console, stilled: "Verdict") -> None:
+    """Say what is left to find without dropout and batch statistics."""
+    without = "without dropout and batch statistics"
+    if stilled.difference is None:
+        console.print(f"[bold]nothing else[/]: {without} it is the same training")
+    else:
+        what = escape(_described(stilled.difference))
+        console.print(f"[bold]something else, too[/]: {without}, {what}")
+        _print_causes(console, stilled.causes)
+
+
 def _print_same(console: Console, runs: "Runs", extent: "Extent") -> None:
     from poise.verify.comparison import HALF
 
@@ -204,13 +198,13 @@ def _print_same(console: Console, runs: "Runs", extent: "Extent") -> None:
         if runs.alone.autocast
         else f"rounding alone gives {extent.rounding:.0e}"
     )
-    _say(
-        console,
-        f"[bold green]same training[/]: {_steps(extent.steps)}, {_workers(runs)}; gradients "
-        f"differ by at most {extent.gradients:.0e} of the largest ({limit})",
+    steps = "1 step" if extent.steps == 1 else f"{extent.steps} steps"
+    console.print(
+        f"[bold green]same training[/]: {steps}, {_workers(runs)}; gradients differ by at most "
+        f"{extent.gradients:.0e} of the largest ({limit})"
     )
     if runs.alone.compressed:
-        _say(console, "The comm_hook was left out: it rounds, which is not what is compared here.")
+        console.print("The comm_hook was left out: it rounds, which is not what is compared here.")
 
 
 def _described(difference: "Difference") -> str:
@@ -232,25 +226,12 @@ def _described(difference: "Difference") -> str:
 def _print_causes(console: Console, causes: "Sequence[Cause]") -> None:
     for number, cause in enumerate(causes):
         title = "likely cause" if number == 0 else "also possible"
-        _say(
-            console, f"[bold]{title}[/]: {escape(cause.name)}. {escape(_sentence(cause.evidence))}"
-        )
-        _say(console, f"[bold]what to do[/]: {escape(cause.advice)}")
+        evidence = cause.evidence[:1].upper() + cause.evidence[1:]
+        console.print(f"[bold]{title}[/]: {escape(cause.name)}. {escape(evidence)}")
+        console.print(f"[bold]what to do[/]: {escape(cause.advice)}")
 
 
 def _workers(runs: "Runs") -> str:
     first = runs.shared[0]
     shares = ", ".join(map(str, first.split))
     return f"{first.workers} workers with {shares} of {first.global_batch} samples"
-
-
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True)

@@ -107,7 +107,7 @@ class _Report:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._shown: Findings | None = None
 
     def show(self, findings: Findings) -> None:
@@ -120,40 +120,35 @@ class _Report:
         """Print what is known when the script is over."""
         complete = monitor.finished
         monitor.leave()
+        found = self._shown if complete else monitor.findings()
         if not monitor.joined:
-            self._say_nothing_seen()
-        elif monitor.sums_up:
-            found = self._shown if complete else monitor.findings()
-            if self._as_json:
-                print(json.dumps(None if found is None else found.as_json()), flush=True)
-            elif found is None:
-                from poise.watch.recorder import FIRST_STEPS
-
-                self._console.print(
-                    f"poise watch: there were too few steps; the first {FIRST_STEPS} do not count",
-                    soft_wrap=True,
-                )
-            elif not complete:
-                _print(self._console, found)
-
-    def _say_nothing_seen(self) -> None:
+            self._console.print(
+                "poise watch: the script made no DistributedDataParallel in this process, so there "
+                "is nothing to report; start every worker through poise watch, as with "
+                "torchrun -m poise watch SCRIPT"
+            )
+        elif not monitor.sums_up:
+            return
         if self._as_json:
-            print("null", flush=True)
-        self._console.print(
-            "poise watch: the script made no DistributedDataParallel in this process, so there "
-            "is nothing to report; start every worker through poise watch, as with "
-            "torchrun -m poise watch SCRIPT",
-            soft_wrap=True,
-        )
+            print(json.dumps(None if found is None else found.as_json()), flush=True)
+        elif found is not None:
+            if not complete:
+                _print(self._console, found)
+        elif monitor.joined:
+            from poise.watch.recorder import FIRST_STEPS
+
+            self._console.print(
+                f"poise watch: there were too few steps; the first {FIRST_STEPS} do not count"
+            )
 
 
 def _print(console: Console, findings: Findings) -> None:
-    console.print(_table(findings))
+    console.print(_table(findings), soft_wrap=False)
     if len(findings.workers) > MOST_ROWS:
         hidden = len(findings.workers) - MOST_ROWS
-        _say(console, f"{hidden:,} more workers are not shown; --json lists all")
+        console.print(f"{hidden:,} more workers are not shown; --json lists all")
     for sentence in _sentences(findings):
-        _say(console, sentence)
+        console.print(sentence)
 
 
 def _table(findings: Findings) -> Table:
@@ -203,19 +198,15 @@ def _on_whom(findings: Findings) -> str:
 
 def _why(findings: Findings) -> Iterator[str]:
     reason = findings.reason
-    match reason.cause:
-        case "communication":
-            yield "[bold]why[/]: communication takes the largest part of a step"
-        case "compute":
-            yield (
-                f"[bold]why[/]: compute, {_ms(reason.compute_s)} on the last worker and "
-                f"{_ms(reason.others_compute_s)} on the others"
-            )
-        case "input":
-            yield (
-                f"[bold]why[/]: input, {_ms(reason.input_s)} on the last worker and "
-                f"{_ms(reason.others_input_s)} on the others"
-            )
+    times_s = {
+        "compute": (reason.compute_s, reason.others_compute_s),
+        "input": (reason.input_s, reason.others_input_s),
+    }
+    if reason.cause == "communication":
+        yield "[bold]why[/]: communication takes the largest part of a step"
+    elif reason.cause in times_s:
+        last, others = map(_ms, times_s[reason.cause])
+        yield f"[bold]why[/]: {reason.cause}, {last} on the last worker and {others} on the others"
 
 
 def _split(findings: Findings) -> str:
@@ -247,7 +238,3 @@ def _percent(part: float) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms"
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True)

@@ -1,46 +1,20 @@
-"""What the demo trains: images, a small network, and how long."""
+"""What the demo trains on: images, found by the command and left in a file for its workers."""
 
 import gzip
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from poise.core.order import Order
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 Arrays = dict[str, NDArray[Any]]
 
 SPEEDS = (0.9, 0.45, 0.22)
 """Cores of each worker."""
-GLOBAL_BATCH = 240
-SEED = 1
-_CLASSES = 10
-_CHANNELS = 56
 _LARGER = 3
 """A sample is to take some tenths of a millisecond."""
 _DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 _TEST_IMAGES = 1500
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images to train on and to test with."""
-
-    train: "tuple[Tensor, Tensor]"
-    test: "tuple[Tensor, Tensor]"
-
-    @property
-    def side(self) -> int:
-        """Width and height of an image."""
-        return int(self.train[0].shape[-1])
 
 
 def images_file(directory: Path) -> Path:
@@ -58,50 +32,6 @@ def write_images(path: Path, folder: Path = _DEBIAN) -> str:
     name, arrays = _fashion(folder) if folder.is_dir() else _digits()
     np.savez(path, **arrays)  # type: ignore[arg-type]  # none is an option
     return f"{len(arrays['train_labels']):,} images of {name}"
-
-
-def read_images(path: Path) -> Images:
-    """Return the images that `write_images` wrote."""
-    import torch
-
-    with np.load(path) as arrays:
-        tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    return Images(
-        (tensors["train_images"], tensors["train_labels"].long()),
-        (tensors["test_images"], tensors["test_labels"].long()),
-    )
-
-
-def images_of_step(length: int) -> Iterator[list[int]]:
-    """Yield the images of each global batch, in the order in which Poise takes them."""
-    for epoch in count():
-        order = Order(length=length, seed=SEED, epoch=epoch)
-        for start in range(0, length - GLOBAL_BATCH + 1, GLOBAL_BATCH):
-            yield order.at(start, start + GLOBAL_BATCH).tolist()
-
-
-def new_model(side: int) -> "nn.Module":
-    """Return the network for square images, the same in every process."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(SEED)
-    flat = _CHANNELS * (side // 4) ** 2
-    blocks = [_block(1, _CHANNELS // 2), _block(_CHANNELS // 2, _CHANNELS)]
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(flat, _CLASSES))
-
-
-def new_optimizer(model: "nn.Module") -> "Optimizer":
-    """Return stochastic gradient descent with momentum."""
-    from torch.optim import SGD
-
-    return SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def _block(inputs: int, outputs: int) -> "nn.Module":
-    from torch import nn
-
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
 
 
 def _fashion(folder: Path) -> tuple[str, Arrays]:
