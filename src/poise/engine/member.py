@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from poise.engine.pool import Ranges, count_of
-from poise.engine.report import Report
+from poise.engine.round import Report
 from poise.errors import Disagreement
 
 
