@@ -39,20 +39,17 @@ class HostMemory:
         """
         self._status = root / "proc/self/status"
         self._reset = root / "proc/self/clear_refs"
-        self.limit_bytes = self._now("VmRSS:") + _left_bytes(root) / sharers
+        self.limit_bytes = _kilobytes(self._status, "VmRSS:") + _left_bytes(root) / sharers
         self.peak_bytes()
 
     def peak_bytes(self) -> float:
         """Return the peak since the last call."""
-        peak = self._now("VmHWM:")
+        peak = _kilobytes(self._status, "VmHWM:")
         try:
             self._reset.write_text(_RESET_PEAK)
         except OSError:  # a peak that cannot be reset says nothing of one step
             return math.nan
         return peak
-
-    def _now(self, field: str) -> float:
-        return _kilobytes(self._status, field)
 
 
 class Guard:
@@ -141,15 +138,12 @@ def _number(path: Path) -> float:
 
 def _kilobytes(path: Path, field: str) -> float:
     """Return a field of a file in proc, in bytes; NaN if it is not there."""
-    for line in _lines(path):
-        if line.startswith(field):
-            return float(line.split()[1]) * 1024
-    return math.nan
+    found = (line.split()[1] for line in _lines(path) if line.startswith(field))
+    return float(next(found, math.nan)) * 1024
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        with path.open() as file:
-            return file.read().splitlines()
+        return path.read_text().splitlines()
     except OSError:
         return []

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 from poise.core.plain import whole_in
 from poise.core.plan import Plan
 from poise.engine.progress import Progress
 from poise.errors import OutOfOrder, StateMismatch
+from poise.numbers import is_number
 from poise.runtime.learned import Known
 from poise.runtime.orders import Orders
 from poise.runtime.session import Session
@@ -113,7 +113,7 @@ def _loaded_progress(
     if orders is not None:
         orders.expect(place["epoch"], place["position"], state.get("drawn", ""))
     effective = _effective(state.get("effective_samples", place["samples"]))
-    return replace(Progress(), **place, effective_samples=effective)  # type: ignore[arg-type]
+    return Progress(**place, effective_samples=effective)  # type: ignore[arg-type]
 
 
 def _load_stream(state: Mapping[str, Any], stream: Stream, position: int) -> None:
@@ -137,8 +137,7 @@ def _identity(session: Session, orders: Orders | None) -> Saved:
 
 
 def _effective(value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 <= value < math.inf):
+    if not (is_number(value) and 0 <= value < math.inf):
         raise StateMismatch(
             f"the state has effective_samples={value!r}, which is not a finite number from 0; "
             "it is damaged, load another one"
