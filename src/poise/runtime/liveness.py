@@ -187,11 +187,8 @@ class Liveness:
                 time.sleep(_POLL_S)
                 now = self._signs()
         except RendezvousLost:
-            return Blame(
-                0,
-                f"worker 0 died at step {self.step}: "
-                "the store that it or its launcher hosts is gone",
-            )
+            gone = "the store that it or its launcher hosts is gone"
+            return Blame(0, f"worker 0 died at step {self.step}: {gone}")
         return None
 
     def _beat(self) -> bool:

@@ -8,6 +8,12 @@ from typing import Protocol
 from poise.core.memory import MemoryLine
 
 _ROOT = Path("/")
+_GROUPS = {
+    "": ("sys/fs/cgroup", "max", "current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+}
+"""Of control groups with this controller, version 2 and 1: their folder; what names the limit, what
+is taken, and what of that can be given back."""
 _RESET_PEAK = "5"
 """What Linux takes, in clear_refs, for: forget the peak of resident memory."""
 
@@ -106,19 +112,14 @@ def _groups_left(root: Path) -> Iterator[float]:
     """Yield what is left in each control group that holds this process, version 1 and 2."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit, used, cache = "sys/fs/cgroup", "max", "current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, limit, used = "sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        for group in _upwards(root / base, path):
-            most = _number(group / f"memory.{limit}")
-            taken = _number(group / f"memory.{used}")
-            stat = dict(line.split() for line in _lines(group / "memory.stat"))
-            # Pages of files can be given back at any time.
-            yield most - taken + float(stat.get(cache, 0))
+        for controller in _GROUPS.keys() & controllers.split(","):
+            base, limit, used, cache = _GROUPS[controller]
+            for group in _upwards(root / base, path):
+                most = _number(group / f"memory.{limit}")
+                taken = _number(group / f"memory.{used}")
+                stat = dict(line.split() for line in _lines(group / "memory.stat"))
+                # Pages of files can be given back at any time.
+                yield most - taken + float(stat.get(cache, 0))
 
 
 def _upwards(base: Path, path: str) -> Iterator[Path]:

@@ -46,8 +46,7 @@ def saved_state(session: Session, orders: Orders | None, stream: Stream | None) 
             f"{progress.step - 1}, when the samples are consumed but not learned from; "
             "call it after optimizer.step()"
         )
-    place: Saved = {name: getattr(progress, name) for name in _PLACE}
-    place["effective_samples"] = progress.effective_samples
+    place: Saved = {name: getattr(progress, name) for name in (*_PLACE, "effective_samples")}
     if orders is not None:
         place["drawn"] = orders.drawn(progress.epoch) if progress.position else ""
     if stream is not None:
@@ -61,8 +60,7 @@ def load_state(
     """Go on at a saved place, or raise if it is another training's."""
     known = None
     if session.settings.policy.online:
-        policy, kinds = _policy_name(session), _kinds(session)
-        known = Known.of(state, policy, session.engine, kinds)
+        known = Known.of(state, session.engine, _kinds(session))
     session.progress = _loaded_progress(state, session, orders, stream)
     step, timetable = session.progress.step, session.first_plans
     if known is not None and known.split is not None:
@@ -81,16 +79,12 @@ def _learned(session: Session) -> Saved:
         return {}
     first = session.generation.worker == 0
     return {
-        "policy": _policy_name(session),
+        "policy": type(session.settings.policy).__name__,
         "split": list(session.plan.split),
         "gain": session.plan.gain,
         "kinds": _kinds(session),
         "engine": session.exchange.engine.state_dict() if first else None,
     }
-
-
-def _policy_name(session: Session) -> str:
-    return type(session.settings.policy).__name__
 
 
 def _kinds(session: Session) -> list[str]:
