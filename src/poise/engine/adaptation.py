@@ -153,13 +153,12 @@ class Adaptation:
 
         # What gains at both ends gains in between, too: without that nothing has to be tried.
         now = goodput(model, limits, scale, start, batch)
-        if most_goodput(model, limits, scale, start, allowed) < enough * now:
-            return self._trial(state, forecast, batch, low)
-        best = {best_batch(model, limits, phi, start, allowed) for phi in {scale, *ends}}
-        candidates = sorted(each for each in best if high is not None or each > batch)
-        gains = {each: least_gain(each) for each in candidates}
-        if gains and max(gains.values()) >= enough:
-            return max(gains, key=lambda each: gains[each])
+        if most_goodput(model, limits, scale, start, allowed) >= enough * now:
+            best = {best_batch(model, limits, phi, start, allowed) for phi in {scale, *ends}}
+            candidates = sorted(each for each in best if high is not None or each > batch)
+            gains = {each: least_gain(each) for each in candidates}
+            if gains and max(gains.values()) >= enough:
+                return max(gains, key=lambda each: gains[each])
         return self._trial(state, forecast, batch, low)
 
     def _trial(

@@ -112,8 +112,7 @@ class AsyncEngine:
         gone = {key: tally for key, tally in self.gone.items() if key != worker}
         engine = revised(self, members=(*self.members, member), gone=gone, finished=False)
         if not self.gathering:
-            origin = (*range(len(self.members)), None)
-            return engine._changed(origin if self.members else (None,))
+            return engine._changed((*range(len(self.members)), None))
         if len(engine.members) < self.gathering:
             return None, engine
         engine = revised(engine, gathering=0, resumed=None)
@@ -333,8 +332,9 @@ class AsyncEngine:
         for share in shares:
             pool = pool.give_back(share.number)
             if share.step in groups:
-                groups[share.step] = groups[share.step].without(worker)
-        groups = {step: group for step, group in groups.items() if not group.empty()}
+                group = groups[share.step]
+                groups[share.step] = replace(group, expected=group.expected - {worker})
+        groups = {step: group for step, group in groups.items() if group.expected or group.arrived}
         return revised(self, pool=pool, groups=groups)
 
     def _at(self, member: Member) -> int:

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from poise.core.memory import MemoryLine
 
-_ROOT = Path("/")
 _GROUPS = {
     "": ("sys/fs/cgroup", "max", "current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
@@ -36,7 +35,7 @@ class HostMemory:
     is read, so that each step has its own.
     """
 
-    def __init__(self, sharers: int, root: Path = _ROOT) -> None:
+    def __init__(self, sharers: int, root: Path = Path("/")) -> None:
         """Look at the limits.
 
         Args:
@@ -131,10 +130,8 @@ def _upwards(base: Path, path: str) -> Iterator[Path]:
 
 def _number(path: Path) -> float:
     """Return the number in a file; infinity for "max", NaN if there is none."""
-    lines = _lines(path)
-    if not lines:
-        return math.nan
-    return math.inf if lines[0] == "max" else float(lines[0])
+    text = next(iter(_lines(path)), "nan")
+    return math.inf if text == "max" else float(text)
 
 
 def _kilobytes(path: Path, field: str) -> float:

@@ -75,21 +75,22 @@ def no_norms() -> Floats:
 
 def observation_of(batch: Batch, rows: Floats) -> Observation:
     """Return a step as all workers saw it, from a row of each."""
-    compiling, *once = rows[:, : _READY.start].T
-    measured: dict[str, Any] = dict(zip(_ONCE, once, strict=True))
-    measured = {name: values for name, values in measured.items() if not np.isnan(values).all()}
-    norms = rows[:, TIMES:]
-    if not np.isnan(norms).all():
+    known = np.any(~np.isnan(rows), axis=0)
+    measured: dict[str, Any] = {
+        name: rows[:, place] for place, name in enumerate(_ONCE, start=1) if known[place]
+    }
+    if known[TIMES:].any():
+        norms = rows[:, TIMES:]
         whole, clipped = norms[0, _WHOLE], norms[0, _CLIPPED]
         measured["group_sums"] = norms[:, _SUMS]
         measured["global_sqnorm"] = None if np.isnan(whole) else float(whole)
         measured["clipped"] = None if np.isnan(clipped) else bool(clipped)
-    buckets = int((~np.isnan(rows[:, _READY])).any(axis=0).sum()) or 1
+    buckets = int(known[_READY].sum()) or 1
     return Observation(
         step=batch.step,
         split=batch.split,
         epoch=batch.epoch,
-        compiling=tuple(np.flatnonzero(compiling).tolist()),
+        compiling=tuple(np.flatnonzero(rows[:, 0]).tolist()),
         ready_s=rows[:, _READY][:, :buckets],
         done_s=rows[:, _DONE][:, :buckets],
         **measured,
