@@ -24,7 +24,7 @@ from poise.engine.bsp import Engine
 from poise.engine.member import Share, Tally
 from poise.engine.modes import Async, Mode, Stale, Sync, mode_of
 from poise.engine.pool import Pool, count_of
-from poise.engine.report import Report
+from poise.engine.round import Report
 from poise.errors import Disagreement, InvalidSetting, StateMismatch
 from poise.policy import Even, Fixed, Policy, policy_named
 

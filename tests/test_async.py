@@ -24,7 +24,7 @@ from poise import __version__
 from poise.core.staleness import lowered_momentum
 from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
-from poise.engine.report import Report
+from poise.engine.round import Report
 from poise.errors import (
     Disagreement,
     InvalidSetting,

@@ -134,7 +134,7 @@ class Adaptation:
         always the same, as on equal workers, another one is tried for what it teaches.
         """
         low, high = state.noise.interval()
-        scale = state.noise.scale if high is not None else low
+        scale, ends = (low, [low]) if high is None else (state.noise.scale, [low, high])
         if forecast is None or not scale:
             return None
         model, limits = forecast.model, forecast.limits
@@ -144,10 +144,7 @@ class Adaptation:
         reach = min(least, batch) / _REACH, max(most, batch) * _REACH
         allowed = max(self.lowest, math.ceil(reach[0])), min(self.highest, int(reach[1]))
 
-        def best_for(phi: float) -> int:
-            return best_batch(model, limits, phi, start, allowed)
-
-        def least_gain(candidate: int, *ends: float) -> float:
+        def least_gain(candidate: int) -> float:
             return min(
                 goodput(model, limits, phi, start, candidate)
                 / goodput(model, limits, phi, start, batch)
@@ -156,18 +153,12 @@ class Adaptation:
 
         # What gains at both ends gains in between, too: without that nothing has to be tried.
         now = goodput(model, limits, scale, start, batch)
-        if most_goodput(model, limits, scale, start, allowed) < enough * now:
-            return self._trial(state, forecast, batch, low)
-        candidates = {best_for(scale)}
-        if high is None:
-            candidates = {each for each in candidates if each > batch}
-        else:
-            candidates |= {best_for(low), best_for(high)}
-        ends = [low] if high is None else [low, high]
-        gains = {each: least_gain(each, *ends) for each in sorted(candidates)}
-        best = max(gains, key=lambda each: gains[each], default=batch)
-        if gains.get(best, 0.0) >= enough:
-            return best
+        if most_goodput(model, limits, scale, start, allowed) >= enough * now:
+            best = {best_batch(model, limits, phi, start, allowed) for phi in {scale, *ends}}
+            candidates = sorted(each for each in best if high is not None or each > batch)
+            gains = {each: least_gain(each) for each in candidates}
+            if gains and max(gains.values()) >= enough:
+                return max(gains, key=lambda each: gains[each])
         return self._trial(state, forecast, batch, low)
 
     def _trial(

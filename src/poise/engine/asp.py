@@ -18,6 +18,7 @@ import numpy as np
 
 from poise.core.membership import Identity, origins
 from poise.core.observation import Change, Event
+from poise.core.plain import whole_in
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
 from poise.core.split import apportion
@@ -25,10 +26,8 @@ from poise.core.staleness import rate_factor, stable_part, usual_staleness
 from poise.engine.bsp import Engine
 from poise.engine.member import Group, Member, Share, Tally
 from poise.engine.modes import Async, Stale
-from poise.engine.place import Place
 from poise.engine.pool import Pool, count_of
-from poise.engine.report import Report, observation_of
-from poise.engine.round import Round
+from poise.engine.round import Report, Round, observation_of
 from poise.errors import OutOfOrder
 
 _MOST_REPORTS = 64
@@ -113,8 +112,7 @@ class AsyncEngine:
         gone = {key: tally for key, tally in self.gone.items() if key != worker}
         engine = revised(self, members=(*self.members, member), gone=gone, finished=False)
         if not self.gathering:
-            origin = (*range(len(self.members)), None)
-            return engine._changed(origin if self.members else (None,))
+            return engine._changed((*range(len(self.members)), None))
         if len(engine.members) < self.gathering:
             return None, engine
         engine = revised(engine, gathering=0, resumed=None)
@@ -146,27 +144,20 @@ class AsyncEngine:
         if self.gathering:
             return None, self
         place = self._place(worker)
-        engine = self
+        member = self.members[place]
         if isinstance(self.mode, Stale):
-            if not self.members[place].cut:
-                engine = self._with_step_cut(place)
-            if not engine.members[place].cut:
-                return None, engine
+            engine = self if member.cut else self._with_step_cut(place)
             member = engine.members[place]
+            if not member.cut:
+                return None, engine
             share, *rest = member.cut
-            handed = revised(member, cut=tuple(rest), out=(*member.out, share))
-            return share, engine._with(place, handed)
+            return share, engine._with(worker, cut=tuple(rest), out=(*member.out, share))
         plan = self.plan
         local = max(1, plan.split[place])
-        ranges, pool = self.pool.take(self.next_number, local)
-        if not ranges:
+        share, engine = self._taken(local, member.steps, local / plan.global_batch)
+        if not share.ranges:
             return None, self
-        member = self.members[place]
-        part = local / plan.global_batch
-        share = Share(self.next_number, self.epoch, member.steps, ranges, part)
-        engine = revised(self, pool=pool, next_number=self.next_number + 1)
-        handed = revised(member, steps=member.steps + 1, out=(*member.out, share))
-        return share, engine._with(place, handed)
+        return share, engine._with(worker, steps=member.steps + 1, out=(*member.out, share))
 
     def may_start(self, worker: int) -> bool:
         """Whether a worker may start the step that it is at: nobody is too far behind."""
@@ -194,22 +185,19 @@ class AsyncEngine:
         """
         engine = self.accounted(worker, numbers)
         updates = finite and not isinstance(self.mode, Stale)
-        place = engine._place(worker)
-        member = engine.members[place]
-        tally = member.tally.updated(staleness) if updates else member.tally
+        tally = engine.member(worker).tally
+        tally = tally.updated(staleness) if updates else tally
         tally = replace(tally, dropped=tally.dropped + (not finite))
-        engine = revised(engine, updates=self.updates + updates)
-        return engine._with(place, revised(member, tally=tally))
+        return revised(engine, updates=self.updates + updates)._with(worker, tally=tally)
 
     def accounted(self, worker: int, numbers: Sequence[int]) -> "AsyncEngine":
         """Some of a worker's local batches count as pushed: now, or with its next push.
 
         With a bound they count when the step is applied that they are part of.
         """
-        place = self._place(worker)
-        member = self.members[place]
-        shares = self.shares(worker, numbers)
-        pool, groups, samples = self.pool, dict(self.groups), 0
+        member = self.member(worker)
+        shares = member.shares(numbers)
+        pool, groups, samples = self.pool, dict(self.groups), self.samples
         for share in shares:
             if isinstance(self.mode, Stale):
                 group = groups[share.step]
@@ -220,8 +208,8 @@ class AsyncEngine:
         own = sum(share.samples for share in shares)
         tally = replace(member.tally, samples=member.tally.samples + own)
         out = tuple(share for share in member.out if share not in shares)
-        engine = revised(self, pool=pool, groups=groups, samples=self.samples + samples)
-        return engine._with(place, revised(member, out=out, tally=tally))
+        engine = revised(self, pool=pool, groups=groups, samples=samples)
+        return engine._with(worker, out=out, tally=tally)
 
     def shares(self, worker: int, numbers: Sequence[int]) -> tuple[Share, ...]:
         """Return local batches that were handed to a worker, or raise if they were not."""
@@ -248,18 +236,16 @@ class AsyncEngine:
             groups={key: group for key, group in self.groups.items() if key != step},
             updates=self.updates + bool(staleness),
         )
-        for place, member in enumerate(engine.members):
+        for member in self.members:
             if member.worker in staleness:
-                counted = member.tally.updated(staleness[member.worker])
-                engine = engine._with(place, revised(member, tally=counted))
+                tally = member.tally.updated(staleness[member.worker])
+                engine = engine._with(member.worker, tally=tally)
         return engine
 
     def waited(self, worker: int, seconds: float) -> "AsyncEngine":
         """A worker waited for others before it could go on."""
-        place = self._place(worker)
-        member = self.members[place]
-        tally = replace(member.tally, waited_s=member.tally.waited_s + seconds)
-        return self._with(place, revised(member, tally=tally))
+        tally = self.member(worker).tally
+        return self._with(worker, tally=replace(tally, waited_s=tally.waited_s + seconds))
 
     def unused(self, worker: int, epoch: int, kept: Sequence[int] = ()) -> "AsyncEngine":
         """A worker begins to take batches of an epoch: what it was given before is free again.
@@ -267,25 +253,20 @@ class AsyncEngine:
         What it has computed, to be pushed later, is kept. Its parts of steps that others have
         begun wait for it, unless it is done with this epoch.
         """
-        place = self._place(worker)
-        member = self.members[place]
+        member = self.member(worker)
         given = member.unpushed if epoch > self.epoch else member.out
-        back = tuple(share for share in given if share.number not in kept)
-        engine = self._without(back, worker)
-        out, cut = (
-            tuple(share for share in shares if share not in back)
-            for shares in (member.out, member.cut)
-        )
-        return engine._with(place, revised(member, out=out, cut=cut, epoch=epoch))
+        back = [share for share in given if share.number not in kept]
+        out = tuple(share for share in member.out if share not in back)
+        cut = tuple(share for share in member.cut if share not in back)
+        return self._without(back, worker)._with(worker, out=out, cut=cut, epoch=epoch)
 
     def reported(self, worker: int, report: Report) -> tuple[Round | None, "AsyncEngine"]:
         """A worker tells what it measured; once all have, the local batches are thought over."""
         if np.isnan(report.iteration_s) or self.gathering:
             return None, self
-        place = self._place(worker)
-        member = self.members[place]
-        alike = tuple(each for each in member.reports if each.samples == report.samples)
-        engine = self._with(place, revised(member, reports=(*alike[1 - _MOST_REPORTS :], report)))
+        before = self.member(worker).reports
+        alike = tuple(each for each in before if each.samples == report.samples)
+        engine = self._with(worker, reports=(*alike[1 - _MOST_REPORTS :], report))
         if not all(each.reports or engine._is_idle(each) for each in engine.members):
             return None, engine
         observation = observation_of(self.rounds, [each.reports for each in engine.members])
@@ -318,18 +299,17 @@ class AsyncEngine:
         """Return an engine that goes on from a saved place, before any worker joins."""
         if self.members:
             raise OutOfOrder("a state is loaded before workers join; call it after prepare")
-        place = Place.of(state, self.length)
         known = self.engine.load_state_dict(state.get("engine", {}))
         labels = tuple(str(each) for each in state.get("labels", ()))
         return revised(
             self,
             engine=known if known.workers == len(labels) else self.engine,
             resumed=labels if known.workers == len(labels) else None,
-            epoch=place.epoch,
-            pool=Pool(self.length, place.position, place.returned),
-            updates=place.updates,
-            samples=place.samples,
-            next_step=place.step,
+            epoch=whole_in(state, "epoch"),
+            pool=Pool.of(state, self.length),
+            updates=whole_in(state, "updates"),
+            samples=whole_in(state, "samples"),
+            next_step=whole_in(state, "step"),
         )
 
     def _place(self, worker: int) -> int:
@@ -340,7 +320,10 @@ class AsyncEngine:
         idle = self.plan.split[self._place(member.worker)] == 0
         return idle and not member.unpushed and isinstance(self.mode, Stale)
 
-    def _with(self, place: int, member: Member) -> "AsyncEngine":
+    def _with(self, worker: int, **changes: Any) -> "AsyncEngine":
+        """Return the engine that knows something else of a worker."""
+        place = self._place(worker)
+        member = revised(self.members[place], **changes)
         return revised(self, members=(*self.members[:place], member, *self.members[place + 1 :]))
 
     def _without(self, shares: Sequence[Share], worker: int) -> "AsyncEngine":
@@ -349,8 +332,9 @@ class AsyncEngine:
         for share in shares:
             pool = pool.give_back(share.number)
             if share.step in groups:
-                groups[share.step] = groups[share.step].without(worker)
-        groups = {step: group for step, group in groups.items() if not group.empty()}
+                group = groups[share.step]
+                groups[share.step] = replace(group, expected=group.expected - {worker})
+        groups = {step: group for step, group in groups.items() if group.expected or group.arrived}
         return revised(self, pool=pool, groups=groups)
 
     def _at(self, member: Member) -> int:
@@ -371,23 +355,21 @@ class AsyncEngine:
         split = planned if count == sum(planned) else apportion(planned, count)
         if not split[place]:
             return self
-        engine, members = self, []
-        for member, local, whole in zip(self.members, split, planned, strict=True):
-            if not local:
-                members.append(member)
-                continue
-            ranges, pool = engine.pool.take(engine.next_number, local)
-            part = whole / plan.global_batch
-            share = Share(engine.next_number, self.epoch, step, ranges, part)
-            members.append(revised(member, cut=(*member.cut, share), steps=member.steps + 1))
-            engine = revised(engine, pool=pool, next_number=engine.next_number + 1)
-        takers = (member.worker for member, local in zip(self.members, split, strict=True) if local)
-        return revised(
-            engine,
-            members=tuple(members),
-            next_step=step + 1,
-            groups={**self.groups, step: Group(frozenset(takers))},
-        )
+        engine, members = self, list(self.members)
+        for number, (local, whole) in enumerate(zip(split, planned, strict=True)):
+            if local:
+                share, engine = engine._taken(local, step, whole / plan.global_batch)
+                cut, steps = (*members[number].cut, share), members[number].steps + 1
+                members[number] = revised(members[number], cut=cut, steps=steps)
+        takers = frozenset(each.worker for each, local in zip(members, split, strict=True) if local)
+        groups = {**self.groups, step: Group(takers)}
+        return revised(engine, members=tuple(members), next_step=step + 1, groups=groups)
+
+    def _taken(self, local: int, step: int, part: float) -> tuple[Share, "AsyncEngine"]:
+        """Take so many samples out of the pool, or as many as are free, for somebody's step."""
+        ranges, pool = self.pool.take(self.next_number, local)
+        share = Share(self.next_number, self.epoch, step, ranges, part)
+        return share, revised(self, pool=pool, next_number=self.next_number + 1)
 
     def _changed(self, origin: tuple[int | None, ...]) -> tuple[Round, "AsyncEngine"]:
         return self._decided((Change(origin, self.engine.global_batch),))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from poise.core.learning_rate import gain_within
-from poise.core.observation import Change, Event, Observation
+from poise.core.observation import Change, Event
 from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
@@ -139,15 +139,12 @@ class Engine:
                 engine = revised(engine, workers=workers, global_batch=global_batch)
                 seen.append(event)
             elif not event.compiling:
-                _check(event, engine.workers)
-                engine = engine._learned(event)
+                check_split(event.split, engine.workers, sum(event.split))
+                event.check()
+                if engine.adapt is not None and engine.adapted is not None:
+                    engine = revised(engine, adapted=engine.adapt.learn(engine.adapted, event))
                 seen.append(event)
         return engine, seen
-
-    def _learned(self, observation: Observation) -> "Engine":
-        if self.adapt is None or self.adapted is None:
-            return self
-        return revised(self, adapted=self.adapt.learn(self.adapted, observation))
 
     def _decided(self, events: list[Event]) -> tuple[Decision | None, "Engine"]:
         decision, state = self.policy.update(self.state, events)
@@ -173,8 +170,3 @@ class Engine:
             self.adapted, engine.global_batch, start, moved=batch is not None
         )
         return decision, revised(engine, adapted=adapted)
-
-
-def _check(observation: Observation, workers: int) -> None:
-    check_split(observation.split, workers, sum(observation.split))
-    observation.check()

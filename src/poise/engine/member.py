@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from poise.engine.pool import Ranges, count_of
-from poise.engine.report import Report
+from poise.engine.round import Report
 from poise.errors import Disagreement
 
 
@@ -101,11 +101,3 @@ class Group:
     def complete(self) -> bool:
         """Whether all of them are there."""
         return self.expected <= self.arrived.keys()
-
-    def without(self, worker: int) -> "Group":
-        """Return the group that does not wait for a worker; what it pushed still counts."""
-        return replace(self, expected=self.expected - {worker})
-
-    def empty(self) -> bool:
-        """Whether nothing is there, and nothing comes."""
-        return not (self.expected or self.arrived)

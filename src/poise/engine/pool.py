@@ -6,8 +6,11 @@ out before new ones. So every sample is pushed exactly once per epoch, whoever c
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from poise.core.plain import whole_in
 from poise.core.revised import revised
+from poise.errors import StateMismatch
 
 Range = tuple[int, int]
 """Positions from start to stop - 1 in the epoch's order."""
@@ -35,6 +38,25 @@ class Pool:
     """Of those, the ones that are free again."""
     out: Mapping[int, Ranges] = field(default_factory=dict)
     """What is handed out now, by the number it was given."""
+
+    @staticmethod
+    def of(state: Mapping[str, Any], length: int) -> "Pool":
+        """Read the pool from a state, in epochs of so many samples; raise if it is damaged."""
+        position = whole_in(state, "position")
+        try:
+            returned = tuple((int(start), int(stop)) for start, stop in state["returned"])
+        except (KeyError, TypeError, ValueError):
+            raise StateMismatch(
+                f"the state has returned={state.get('returned')!r}, which are no ranges of "
+                "samples; it is damaged, load another one"
+            ) from None
+        inside = all(0 <= start < stop <= position for start, stop in returned)
+        if not inside or position > length:
+            raise StateMismatch(
+                f"the state is at position {position} with {list(returned)} left out, in "
+                f"epochs of {length} samples; load the state of this training"
+            )
+        return Pool(length, position, returned)
 
     @property
     def free(self) -> int:

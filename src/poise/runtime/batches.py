@@ -7,7 +7,7 @@ Both go by a `Pass`, of a training or of an evaluation.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -84,54 +84,54 @@ class Source(Protocol):
         """The pass is over."""
 
 
+@dataclass(eq=False)
 class MapBatches:
     """The rest of an epoch, from the first sample that is not consumed, under changing plans."""
 
-    def __init__(
-        self, passes: Pass, orders: Orders, peers: Peers, *, drop_last: bool, idle: Idle = "empty"
-    ) -> None:
-        self._passes = passes
-        self._orders = orders
-        self._peers = peers
-        self._drop_last = drop_last
-        self._idle: Idle = idle
-        self._end = 0
-        """The position after the last batch that was cut."""
+    passes: Pass
+    orders: Orders
+    peers: Peers
+    _: KW_ONLY
+    drop_last: bool
+    idle: Idle = "empty"
+    _end: int = field(default=0, init=False)
+    """The position after the last batch that was cut."""
 
     def __len__(self) -> int:
         """Batches of a whole epoch with the global batch in effect."""
-        length, global_batch = len(self._orders), self._passes.global_batch
-        return steps_per_epoch(length, global_batch, drop_last=self._drop_last)
+        length, global_batch = len(self.orders), self.passes.global_batch
+        return steps_per_epoch(length, global_batch, drop_last=self.drop_last)
 
     def begin(self) -> Iterator[Cut]:
         """Cut the batches; waits for the plan of each."""
-        place = self._passes.begin()
-        order = self._orders.at(place.epoch)
+        place = self.passes.begin()
+        order = self.orders.at(place.epoch)
         self._end = place.position
         for batch in batches(
-            self._passes.await_plan,
+            self.passes.await_plan,
             length=order.length,
-            drop_last=self._drop_last,
+            drop_last=self.drop_last,
             epoch=place.epoch,
             position=place.position,
             step=place.step,
         ):
             self._end = batch.stop
-            yield cut(batch, order, self._peers.generation.worker, self._idle)
+            yield cut(batch, order, self.peers.generation.worker, self.idle)
 
     def loading(self) -> AbstractContextManager[None]:
         """Surround the fetching of a batch."""
-        return self._passes.loading()
+        return self.passes.loading()
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Note the batch."""
-        self._passes.hand_out(batch, contents)
+        self.passes.hand_out(batch, contents)
 
     def end(self) -> None:
         """All batches were taken."""
-        self._passes.end(self._end)
+        self.passes.end(self._end)
 
 
+@dataclass(eq=False)
 class StreamBatches:
     """A pass over a stream: each worker takes what its plan says, or what is left.
 
@@ -139,19 +139,18 @@ class StreamBatches:
     worker whose part is exhausted goes on with weight 0 until all are.
     """
 
-    def __init__(self, passes: Pass, peers: Peers) -> None:
-        self._passes = passes
-        self._peers = peers
-        self._place = Place(0, 0, 0)
+    passes: Pass
+    peers: Peers
+    _place: Place = field(default=Place(0, 0, 0), init=False)
 
     @property
     def worker(self) -> int:
         """This worker's number."""
-        return self._peers.generation.worker
+        return self.peers.generation.worker
 
     def begin(self, *, resumed: bool) -> int:
         """Start a pass, where the stream stands if it is resumed; return its epoch."""
-        self._place = self._passes.begin(anew=not resumed)
+        self._place = self.passes.begin(anew=not resumed)
         return self._place.epoch
 
     def asked(self) -> Iterator[int]:
@@ -160,31 +159,31 @@ class StreamBatches:
         A share of 0 asks for one sample all the same: nobody else can read this worker's part.
         """
         for step in count(self._place.step):
-            yield max(1, self._passes.await_plan(step).split[self.worker])
+            yield max(1, self.passes.await_plan(step).split[self.worker])
 
     def loading(self) -> AbstractContextManager[None]:
         """Surround the fetching of a batch.
 
         Also when nothing is asked for any more: all workers follow the plans alike.
         """
-        self._passes.await_plan(self._place.step)
-        return self._passes.loading()
+        self.passes.await_plan(self._place.step)
+        return self.passes.loading()
 
     def agreed(self, samples: int) -> Batch | None:
         """Return the batch, of which this worker has so many samples; None: all parts are over."""
         epoch, position, step = self._place
-        taken = self._peers.control.table([samples], f"step {step} of the stream")
+        taken = self.peers.control.table([samples], f"step {step} of the stream")
         split = tuple(int(row[0]) for row in taken)
         return Batch(step=step, epoch=epoch, start=position, split=split) if any(split) else None
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Note the batch."""
         self._place = self._place._replace(step=batch.step + 1, position=batch.stop)
-        self._passes.hand_out(batch, contents)
+        self.passes.hand_out(batch, contents)
 
     def end(self) -> None:
         """All parts are exhausted."""
-        self._passes.end(self._place.position)
+        self.passes.end(self._place.position)
 
 
 def cut(batch: Batch, order: Order | DrawnOrder, worker: int, idle: Idle) -> Cut:

@@ -47,13 +47,9 @@ class Control:
     def texts(self, mine: str, doing: str) -> list[str]:
         """Return every worker's text."""
         text = mine.encode()
-        lengths = [int(length) for (length,) in self.table([len(text)], doing)]
-        padded = text.ljust(max(lengths), b"\0")
-        rows = self.table(list(padded), doing)
-        return [
-            bytes(int(each) for each in row[:length]).decode()
-            for row, length in zip(rows, lengths, strict=True)
-        ]
+        lengths = self._lengths(text, doing)
+        everybody = range(self._collectives.workers)
+        return [self._text_of(each, text, lengths, doing).decode() for each in everybody]
 
     def mean(self, value: float, count: float) -> float:
         """Return the mean of all workers' values, each counting count times."""
@@ -66,13 +62,16 @@ class Control:
     def agree(self, facts: Mapping[str, object], doing: str) -> None:
         """Raise Disagreement on every worker unless all of them hold the same facts."""
         text = json.dumps({key: str(value) for key, value in facts.items()}).encode()
-        lengths = [int(length) for (length,) in self.table([len(text)], doing)]
+        lengths = self._lengths(text, doing)
         reference = self._text_of(0, text, lengths, doing)
         flags = self.table([reference != text], doing)
         different = [worker for worker, (flag,) in enumerate(flags) if flag]
         if different:
             other = self._text_of(different[0], text, lengths, doing)
             raise Disagreement(_difference(reference, other, different))
+
+    def _lengths(self, text: bytes, doing: str) -> list[int]:
+        return [int(length) for (length,) in self.table([len(text)], doing)]
 
     def _text_of(self, worker: int, own: bytes, lengths: list[int], doing: str) -> bytes:
         mine = self.worker == worker

@@ -10,7 +10,7 @@ far it runs ahead.
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
@@ -52,37 +52,27 @@ class _Traveling:
             each.wait(limit_s)
 
 
+@dataclass(eq=False)
 class Exchange:
     """The exchanges of one generation. A silent one posts nothing: nobody learns anything."""
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        liveness: Liveness,
-        events: Events,
-        stopwatch: Stopwatch,
-        *,
-        engine: Engine,
-        announcements: Announcements,
-        reporters: Sequence[Reporter],
-        silent: bool,
-    ) -> None:
-        self.engine = engine
-        """What was learned; on worker 0 alone."""
-        self.announcements = announcements
-        self._collectives = collectives
-        self._liveness = liveness
-        self._events = events
-        self._stopwatch = stopwatch
-        self._reporters = reporters
-        self.silent = silent
-        """Whether nothing is posted."""
-        self._traveling: deque[_Traveling] = deque()
-        """One for each exchange that is posted."""
+    collectives: Collectives
+    liveness: Liveness
+    events: Events
+    stopwatch: Stopwatch
+    _: KW_ONLY
+    engine: Engine
+    """What was learned; on worker 0 alone."""
+    announcements: Announcements
+    reporters: Sequence[Reporter]
+    silent: bool
+    """Whether nothing is posted."""
+    _traveling: deque[_Traveling] = field(default_factory=deque, init=False)
+    """One for each exchange that is posted."""
 
     def forecast(self) -> Forecast | None:
         """Return what is predicted by all that is known on worker 0; None where nothing is."""
-        if self._collectives.worker or not isinstance(self.engine.policy, Forecasting):
+        if self.collectives.worker or not isinstance(self.engine.policy, Forecasting):
             return None
         return self.engine.policy.forecast(self.engine.state)
 
@@ -96,7 +86,7 @@ class Exchange:
         """Tell the others of a batch that is handed out, and on worker 0 of a new plan."""
         if self.silent:
             return
-        due, first = self.announcements.is_due(batch.step), self._collectives.worker == 0
+        due, first = self.announcements.is_due(batch.step), self.collectives.worker == 0
         while due and first and self._traveling and self._traveling[0].done():
             self._absorb()  # so that what is decided on it goes out with this post
         self.announcements = self.announcements.handed_out(batch)
@@ -117,16 +107,16 @@ class Exchange:
         self.announcements = self.announcements.resume(step, timetable)
         start_step = self.announcements.start_step
         engine, change, plan = None, None, None
-        if known is not None and self._collectives.worker == 0:
+        if known is not None and self.collectives.worker == 0:
             plan, self.engine = known.go_on(start_step)
             engine, change = known.engine, known.change
             self.announcements = self.announcements.decide(plan)
-        stamp = self._stopwatch.stamp()
-        self._events.tell(Resumed(step, stamp, engine, change, start_step, plan))
+        stamp = self.stopwatch.stamp()
+        self.events.tell(Resumed(step, stamp, engine, change, start_step, plan))
 
     def finish(self) -> None:
         """Tell of the last steps; all workers have posted what they will ever post."""
-        if not self._events.heard(Decided):
+        if not self.events.heard(Decided):
             return
         while self._traveling:
             try:
@@ -141,21 +131,20 @@ class Exchange:
             self._absorb()
 
     def _post(self, step: int) -> None:
-        worker, workers = self._collectives.worker, self._collectives.workers
+        collectives = self.collectives
         posted, self.announcements = self.announcements.post(step)
-        measured = [each.row(batch.step) for batch in posted.reported for each in self._reporters]
+        measured = [each.row(batch.step) for batch in posted.reported for each in self.reporters]
         row = np.concatenate([[float(step)], *measured])
-        rows = np.full((workers, len(row)), np.nan) if worker == 0 else None
+        rows = np.full((collectives.workers, len(row)), np.nan) if collectives.worker == 0 else None
         message = self._message(posted)
-        collectives = self._collectives
-        with self._liveness.watch(f"the exchange of step {step}"):
+        with self.liveness.watch(f"the exchange of step {step}"):
             # Together 2 (n - 1) messages; an all-reduce of a table is 2 n (n - 1).
             pending = collectives.gather(row, rows), collectives.broadcast(message, 0)
         self._traveling.append(_Traveling(message, rows, pending))
 
     def _message(self, posted: Posted) -> Floats:
         """Return what worker 0 says; on the others, room for it."""
-        message = np.zeros(3 + self._collectives.workers)
+        message = np.zeros(3 + self.collectives.workers)
         message[0], message[1] = posted.step, _NO_CHANGE
         if posted.plan is not None:
             message[1], message[2] = posted.plan.start_step, posted.plan.gain
@@ -164,7 +153,7 @@ class Exchange:
 
     def _absorb(self) -> None:
         step = self.announcements.posted[0].step
-        with self._liveness.watch(f"the exchange of step {step}"):
+        with self.liveness.watch(f"the exchange of step {step}"):
             self._traveling[0].wait()
         self._take_in()
 
@@ -196,5 +185,5 @@ class Exchange:
         start_step = self.announcements.start_step
         plan, self.engine = self.engine.update(seen, start_step)
         self.announcements = self.announcements.decide(plan)
-        stamp = self._stopwatch.stamp()
-        self._events.tell(Decided(seen[-1].step, stamp, seen, start_step, plan))
+        stamp = self.stopwatch.stamp()
+        self.events.tell(Decided(seen[-1].step, stamp, seen, start_step, plan))

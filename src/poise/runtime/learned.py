@@ -43,16 +43,15 @@ class Known:
         return Plan(engine.split, start_step, engine.gain, why="decided before the resume"), engine
 
     @staticmethod
-    def of(state: Mapping[str, Any], policy: str, fresh: Engine, kinds: Sequence[str]) -> "Known":
+    def of(state: Mapping[str, Any], fresh: Engine, kinds: Sequence[str]) -> "Known":
         """Read a state, the same on all workers but for the engine; raise if it is damaged.
 
         Args:
             state: of a balancer, perhaps with another policy or without one that learns.
-            policy: the name of the policy now.
-            fresh: its engine, which knows nothing.
+            fresh: the engine now, which knows nothing.
             kinds: of the workers' devices now.
         """
-        if state.get("policy") != policy:
+        if state.get("policy") != type(fresh.policy).__name__:
             same = Change(tuple(range(len(kinds))), fresh.global_batch)
             return Known(None, fresh.global_batch, 1.0, fresh, same)
         try:

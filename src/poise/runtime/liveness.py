@@ -31,27 +31,24 @@ _LINGER_S = 3.0
 """How long worker 0, which may host the rendezvous, leaves it to the others after a loss."""
 
 
-class Heart:
-    """Calls a function twice a second in a thread of its own, as long as that returns True."""
+class Heart(threading.Thread):
+    """Calls a function twice a second, as long as that returns True."""
 
     def __init__(self, beat: Callable[[], bool]) -> None:
+        super().__init__(name="poise-heartbeat", daemon=True)
         self._beat = beat
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="poise-heartbeat", daemon=True)
+        self._ended = threading.Event()
 
-    def start(self) -> None:
-        """Begin to beat."""
-        self._thread.start()
+    def run(self) -> None:
+        """Beat."""
+        while not self._ended.wait(_BEAT_S) and self._beat():
+            pass
 
     def end(self) -> None:
         """Beat no more."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_BEAT_S) and self._beat():
-            pass
+        self._ended.set()
+        if self.is_alive():
+            self.join()
 
 
 class Liveness:
@@ -190,11 +187,8 @@ class Liveness:
                 time.sleep(_POLL_S)
                 now = self._signs()
         except RendezvousLost:
-            return Blame(
-                0,
-                f"worker 0 died at step {self.step}: "
-                "the store that it or its launcher hosts is gone",
-            )
+            gone = "the store that it or its launcher hosts is gone"
+            return Blame(0, f"worker 0 died at step {self.step}: {gone}")
         return None
 
     def _beat(self) -> bool:

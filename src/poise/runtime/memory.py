@@ -7,7 +7,12 @@ from typing import Protocol
 
 from poise.core.memory import MemoryLine
 
-_ROOT = Path("/")
+_GROUPS = {
+    "": ("sys/fs/cgroup", "max", "current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+}
+"""Of control groups with this controller, version 2 and 1: their folder; what names the limit, what
+is taken, and what of that can be given back."""
 _RESET_PEAK = "5"
 """What Linux takes, in clear_refs, for: forget the peak of resident memory."""
 
@@ -30,7 +35,7 @@ class HostMemory:
     is read, so that each step has its own.
     """
 
-    def __init__(self, sharers: int, root: Path = _ROOT) -> None:
+    def __init__(self, sharers: int, root: Path = Path("/")) -> None:
         """Look at the limits.
 
         Args:
@@ -39,20 +44,17 @@ class HostMemory:
         """
         self._status = root / "proc/self/status"
         self._reset = root / "proc/self/clear_refs"
-        self.limit_bytes = self._now("VmRSS:") + _left_bytes(root) / sharers
+        self.limit_bytes = _kilobytes(self._status, "VmRSS:") + _left_bytes(root) / sharers
         self.peak_bytes()
 
     def peak_bytes(self) -> float:
         """Return the peak since the last call."""
-        peak = self._now("VmHWM:")
+        peak = _kilobytes(self._status, "VmHWM:")
         try:
             self._reset.write_text(_RESET_PEAK)
         except OSError:  # a peak that cannot be reset says nothing of one step
             return math.nan
         return peak
-
-    def _now(self, field: str) -> float:
-        return _kilobytes(self._status, field)
 
 
 class Guard:
@@ -109,19 +111,14 @@ def _groups_left(root: Path) -> Iterator[float]:
     """Yield what is left in each control group that holds this process, version 1 and 2."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit, used, cache = "sys/fs/cgroup", "max", "current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, limit, used = "sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        for group in _upwards(root / base, path):
-            most = _number(group / f"memory.{limit}")
-            taken = _number(group / f"memory.{used}")
-            stat = dict(line.split() for line in _lines(group / "memory.stat"))
-            # Pages of files can be given back at any time.
-            yield most - taken + float(stat.get(cache, 0))
+        for controller in _GROUPS.keys() & controllers.split(","):
+            base, limit, used, cache = _GROUPS[controller]
+            for group in _upwards(root / base, path):
+                most = _number(group / f"memory.{limit}")
+                taken = _number(group / f"memory.{used}")
+                stat = dict(line.split() for line in _lines(group / "memory.stat"))
+                # Pages of files can be given back at any time.
+                yield most - taken + float(stat.get(cache, 0))
 
 
 def _upwards(base: Path, path: str) -> Iterator[Path]:
@@ -133,23 +130,18 @@ def _upwards(base: Path, path: str) -> Iterator[Path]:
 
 def _number(path: Path) -> float:
     """Return the number in a file; infinity for "max", NaN if there is none."""
-    lines = _lines(path)
-    if not lines:
-        return math.nan
-    return math.inf if lines[0] == "max" else float(lines[0])
+    text = next(iter(_lines(path)), "nan")
+    return math.inf if text == "max" else float(text)
 
 
 def _kilobytes(path: Path, field: str) -> float:
     """Return a field of a file in proc, in bytes; NaN if it is not there."""
-    for line in _lines(path):
-        if line.startswith(field):
-            return float(line.split()[1]) * 1024
-    return math.nan
+    found = (line.split()[1] for line in _lines(path) if line.startswith(field))
+    return float(next(found, math.nan)) * 1024
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        with path.open() as file:
-            return file.read().splitlines()
+        return path.read_text().splitlines()
     except OSError:
         return []

@@ -1,7 +1,7 @@
 """The other workers: what is sized by their number, and built anew from each generation."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from poise.runtime.clocks import Waits
 from poise.runtime.control import Control
@@ -12,27 +12,22 @@ from poise.runtime.liveness import Liveness
 from poise.runtime.rendezvous import Rendezvous
 
 
+@dataclass(eq=False)
 class Peers:
     """Who is there, whether they live, and what they say to each other."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        rendezvous: Rendezvous,
-        events: Events,
-        waits: Waits,
-        count: CountFunction | None,
-    ) -> None:
-        self._rendezvous = rendezvous
-        self._events = events
-        self._waits = waits
-        self._count = count
-        self.generation: Generation = generation
-        self.liveness: Liveness
-        self.control: Control
-        self.counts: Counts
-        self._build(generation)
-        events.on(HandedOut, self._handed_out)
+    generation: Generation
+    rendezvous: Rendezvous
+    events: Events
+    waits: Waits
+    count: CountFunction | None
+    liveness: Liveness = field(init=False)
+    control: Control = field(init=False)
+    counts: Counts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._build(self.generation)
+        self.events.on(HandedOut, self._handed_out)
 
     def meet(self, generation: Generation) -> None:
         """Go on with those of another generation."""
@@ -56,9 +51,9 @@ class Peers:
 
     def _build(self, generation: Generation) -> None:
         self.generation = generation
-        self.liveness = Liveness(generation, self._rendezvous, self._waits, self._events)
+        self.liveness = Liveness(generation, self.rendezvous, self.waits, self.events)
         self.control = Control(generation.collectives, self.liveness)
-        self.counts = Counts(generation.collectives, self.liveness, self._count)
+        self.counts = Counts(generation.collectives, self.liveness, self.count)
 
     def _handed_out(self, event: HandedOut) -> None:
         self.liveness.step = event.step

@@ -4,8 +4,8 @@ A row has the worker's times and, where the global batch may move, norms of its 
 makes one observation of the rows of all workers.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,11 +16,11 @@ from poise.core.timing import Floats
 
 BUCKETS = 8
 """Neighboring buckets are put together until so many are left: a row has a fixed width."""
-_COMPILING = 0
-_SCALARS = slice(1, 7)
-_READY = slice(7, 7 + BUCKETS)
-_DONE = slice(7 + BUCKETS, 7 + 2 * BUCKETS)
-TIMES = 7 + 2 * BUCKETS
+_ONCE = ("wait_s", "load_s", "input_s", "update_s", "memory_bytes", "memory_limit_bytes")
+"""What a step has once, and not for each bucket; in a row it follows whether it compiled."""
+_READY = slice(1 + len(_ONCE), 1 + len(_ONCE) + BUCKETS)
+_DONE = slice(_READY.stop, _READY.stop + BUCKETS)
+TIMES = _DONE.stop
 """Numbers in a row of times."""
 _SUMS = slice(0, len(GroupSums._fields))
 _WHOLE, _CLIPPED = len(GroupSums._fields), len(GroupSums._fields) + 1
@@ -54,15 +54,7 @@ class Times:
     def row(self) -> Floats:
         """Return the numbers."""
         row = np.full(TIMES, np.nan)
-        row[_COMPILING] = self.compiling
-        row[_SCALARS] = (
-            self.wait_s,
-            self.load_s,
-            self.input_s,
-            self.update_s,
-            self.memory_bytes,
-            self.memory_limit_bytes,
-        )
+        row[: _READY.start] = self.compiling, *(getattr(self, name) for name in _ONCE)
         row[_READY][: len(self.ready_s)] = self.ready_s
         row[_DONE][: len(self.done_s)] = self.done_s
         return row
@@ -70,7 +62,7 @@ class Times:
 
 def norms_row(sums: list[float], clipped: float) -> Floats:
     """Return a row of norms: sums over groups and perhaps the whole, and whether it was clipped."""
-    row = np.full(NORMS, np.nan)
+    row = no_norms()
     row[: len(sums)] = sums
     row[_CLIPPED] = clipped
     return row
@@ -83,42 +75,28 @@ def no_norms() -> Floats:
 
 def observation_of(batch: Batch, rows: Floats) -> Observation:
     """Return a step as all workers saw it, from a row of each."""
-    times, norms = rows[:, :TIMES], rows[:, TIMES:]
-    by_anybody = (~np.isnan(rows)).any(axis=0)
-    measured = [
-        values if known else None
-        for values, known in zip(times[:, _SCALARS].T, by_anybody[_SCALARS], strict=True)
-    ]
-    wait_s, load_s, input_s, update_s, memory_bytes, memory_limit_bytes = measured
-    buckets = int(by_anybody[_READY].sum()) or 1
-    seen = Observation(
+    known = np.any(~np.isnan(rows), axis=0)
+    measured: dict[str, Any] = {
+        name: rows[:, place] for place, name in enumerate(_ONCE, start=1) if known[place]
+    }
+    if known[TIMES:].any():
+        norms = rows[:, TIMES:]
+        whole, clipped = norms[0, _WHOLE], norms[0, _CLIPPED]
+        measured["group_sums"] = norms[:, _SUMS]
+        measured["global_sqnorm"] = None if np.isnan(whole) else float(whole)
+        measured["clipped"] = None if np.isnan(clipped) else bool(clipped)
+    buckets = int(known[_READY].sum()) or 1
+    return Observation(
         step=batch.step,
         split=batch.split,
         epoch=batch.epoch,
-        compiling=tuple(np.flatnonzero(times[:, _COMPILING]).tolist()),
-        ready_s=times[:, _READY][:, :buckets],
-        done_s=times[:, _DONE][:, :buckets],
-        wait_s=wait_s,
-        load_s=load_s,
-        input_s=input_s,
-        update_s=update_s,
-        memory_bytes=memory_bytes,
-        memory_limit_bytes=memory_limit_bytes,
+        compiling=tuple(np.flatnonzero(rows[:, 0]).tolist()),
+        ready_s=rows[:, _READY][:, :buckets],
+        done_s=rows[:, _DONE][:, :buckets],
+        **measured,
     )
-    return _with_norms(seen, norms) if by_anybody[TIMES:].any() else seen
 
 
 def unmeasured(batch: Batch) -> Observation:
     """Return a step of which nothing but the split is known."""
     return observation_of(batch, np.tile(Times().row(), (len(batch.split), 1)))
-
-
-def _with_norms(seen: Observation, rows: Floats) -> Observation:
-    """Return a step with what the workers saw of its gradients."""
-    whole, clipped = rows[0, _WHOLE], rows[0, _CLIPPED]
-    return replace(
-        seen,
-        group_sums=rows[:, _SUMS],
-        global_sqnorm=None if np.isnan(whole) else float(whole),
-        clipped=None if np.isnan(clipped) else bool(clipped),
-    )

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 from poise.core.plain import whole_in
 from poise.core.plan import Plan
 from poise.engine.progress import Progress
 from poise.errors import OutOfOrder, StateMismatch
+from poise.numbers import is_number
 from poise.runtime.learned import Known
 from poise.runtime.orders import Orders
 from poise.runtime.session import Session
@@ -46,8 +46,7 @@ def saved_state(session: Session, orders: Orders | None, stream: Stream | None) 
             f"{progress.step - 1}, when the samples are consumed but not learned from; "
             "call it after optimizer.step()"
         )
-    place: Saved = {name: getattr(progress, name) for name in _PLACE}
-    place["effective_samples"] = progress.effective_samples
+    place: Saved = {name: getattr(progress, name) for name in (*_PLACE, "effective_samples")}
     if orders is not None:
         place["drawn"] = orders.drawn(progress.epoch) if progress.position else ""
     if stream is not None:
@@ -61,8 +60,7 @@ def load_state(
     """Go on at a saved place, or raise if it is another training's."""
     known = None
     if session.settings.policy.online:
-        policy, kinds = _policy_name(session), _kinds(session)
-        known = Known.of(state, policy, session.engine, kinds)
+        known = Known.of(state, session.engine, _kinds(session))
     session.progress = _loaded_progress(state, session, orders, stream)
     step, timetable = session.progress.step, session.first_plans
     if known is not None and known.split is not None:
@@ -81,16 +79,12 @@ def _learned(session: Session) -> Saved:
         return {}
     first = session.generation.worker == 0
     return {
-        "policy": _policy_name(session),
+        "policy": type(session.settings.policy).__name__,
         "split": list(session.plan.split),
         "gain": session.plan.gain,
         "kinds": _kinds(session),
         "engine": session.exchange.engine.state_dict() if first else None,
     }
-
-
-def _policy_name(session: Session) -> str:
-    return type(session.settings.policy).__name__
 
 
 def _kinds(session: Session) -> list[str]:
@@ -113,7 +107,7 @@ def _loaded_progress(
     if orders is not None:
         orders.expect(place["epoch"], place["position"], state.get("drawn", ""))
     effective = _effective(state.get("effective_samples", place["samples"]))
-    return replace(Progress(), **place, effective_samples=effective)  # type: ignore[arg-type]
+    return Progress(**place, effective_samples=effective)  # type: ignore[arg-type]
 
 
 def _load_stream(state: Mapping[str, Any], stream: Stream, position: int) -> None:
@@ -137,8 +131,7 @@ def _identity(session: Session, orders: Orders | None) -> Saved:
 
 
 def _effective(value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 <= value < math.inf):
+    if not (is_number(value) and 0 <= value < math.inf):
         raise StateMismatch(
             f"the state has effective_samples={value!r}, which is not a finite number from 0; "
             "it is damaged, load another one"

@@ -10,6 +10,7 @@ from poise.core.order import check_seed
 from poise.engine.adaptation import Adaptation
 from poise.engine.modes import Mode, mode_of
 from poise.errors import InvalidSetting
+from poise.numbers import is_number, is_whole
 from poise.policy import Policy, policy_named
 from poise.runtime.batches import Idle, Source
 from poise.runtime.counts import CountFunction
@@ -37,8 +38,19 @@ class Settings:
     """Returns where training takes its batches from, for where it would."""
 
     def __post_init__(self) -> None:
-        check_numbers(self.global_batch, self.idle, self.hang_s)
-        check_functions(count=self.count, slicer=self.slicer)
+        if not is_number_of_samples(self.global_batch):
+            raise InvalidSetting(
+                f"global_batch={self.global_batch!r} is not a number of samples; "
+                "give a whole number from 1"
+            )
+        if self.idle not in ("empty", "repeat"):
+            raise InvalidSetting(f'idle={self.idle!r} is unknown; use "empty" or "repeat"')
+        hang_s = self.hang_s
+        if hang_s is not None and not (is_number(hang_s) and 0 < hang_s < float("inf")):
+            raise InvalidSetting(f"hang_s={hang_s!r} is not a time; give seconds above 0, or None")
+        for name, function in (("count", self.count), ("slicer", self.slicer)):
+            if function is not None and not callable(function):
+                raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
         check_seed(self.seed)
 
     @property
@@ -59,19 +71,6 @@ def as_held(
         "scaler": scaler,
         **others,
     }
-
-
-def check_numbers(global_batch: object, idle: object, hang_s: object) -> None:
-    """Raise unless sizes, names and times are what they should be."""
-    if not is_number_of_samples(global_batch):
-        raise InvalidSetting(
-            f"global_batch={global_batch!r} is not a number of samples; give a whole number from 1"
-        )
-    if idle not in ("empty", "repeat"):
-        raise InvalidSetting(f'idle={idle!r} is unknown; use "empty" or "repeat"')
-    number = isinstance(hang_s, int | float) and not isinstance(hang_s, bool)
-    if hang_s is not None and not (number and 0 < hang_s < float("inf")):  # type: ignore[operator]
-        raise InvalidSetting(f"hang_s={hang_s!r} is not a time; give seconds above 0, or None")
 
 
 def checked_adaptation(adapt: object, rate: object, scaler: object) -> Adaptation | None:
@@ -100,13 +99,6 @@ def checked_adaptation(adapt: object, rate: object, scaler: object) -> Adaptatio
         f"adapt={adapt!r} is no range of global batches; give two whole numbers from 1, such "
         "as adapt=(64, 4096)"
     )
-
-
-def check_functions(**functions: object) -> None:
-    """Raise unless each setting is a function or None."""
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
 
 
 def checked_policy(policy: object) -> Policy:
@@ -141,4 +133,4 @@ def most_samples(micro_batch: Any, worker: int, workers: int) -> int | None:
 
 def is_number_of_samples(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number from 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_whole(value) and value >= 1

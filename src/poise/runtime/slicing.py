@@ -42,12 +42,11 @@ def sizes(batch: Any) -> Iterator[int]:
     These are the lengths of lists and tuples, and the first two dimensions of tensors, since
     some models want time first.
     """
-    if _is_array(batch):
-        yield from batch.shape[:2]
-    elif isinstance(batch, list | tuple):
-        yield len(batch)
-    for part in parts(batch):
-        yield from sizes(part)
+    for each in _everything(batch):
+        if _is_array(each):
+            yield from each.shape[:2]
+        elif isinstance(each, list | tuple):
+            yield len(each)
 
 
 def samples_left(batch: Any, asked: int) -> int:
@@ -55,13 +54,16 @@ def samples_left(batch: Any, asked: int) -> int:
 
     A collate_fn may leave some out. Then all tensors and arrays in it must have the same length.
     """
-    if asked in _lengths(batch):
+    arrays = [each for each in _everything(batch) if _is_array(each) and each.ndim]
+    lists = [each for each in _everything(batch) if _is_plain_sequence(each)]
+    found = {len(each) for each in (*arrays, *lists)}
+    if asked in found:
         return asked
-    lengths = {len(each) for each in _arrays(batch) if each.ndim}
+    lengths = {len(each) for each in arrays}
     if len(lengths) != 1 or (isinstance(batch, list) and _look_alike(batch)):
         raise InvalidSetting(
             f"a batch of {asked} samples has lost some, and how many are left is unclear from "
-            f"the lengths {sorted(set(_lengths(batch)))} in it; use Balancer(..., "
+            f"the lengths {sorted(found)} in it; use Balancer(..., "
             "slicer=function), called as function(batch, start, stop)"
         )
     return lengths.pop()
@@ -146,20 +148,11 @@ def _look_alike(values: list[Any] | tuple[Any, ...]) -> bool:
     return len(kinds) == 1 and None not in kinds
 
 
-def _lengths(batch: Any) -> Iterator[int]:
-    """Yield the length of every list, tuple, tensor and array in a batch."""
-    if _is_plain_sequence(batch) or (_is_array(batch) and batch.ndim):
-        yield len(batch)
+def _everything(batch: Any) -> Iterator[Any]:
+    """Yield a batch and all that it holds."""
+    yield batch
     for part in parts(batch):
-        yield from _lengths(part)
-
-
-def _arrays(batch: Any) -> Iterator[Any]:
-    """Yield every tensor and array in a batch."""
-    if _is_array(batch):
-        yield batch
-    for part in parts(batch):
-        yield from _arrays(part)
+        yield from _everything(part)
 
 
 def _is_array(value: Any) -> bool:

@@ -17,8 +17,7 @@ from poise.core.timing import Floats
 from poise.engine.asp import AsyncEngine
 from poise.engine.member import Share
 from poise.engine.modes import Async, Stale
-from poise.engine.report import Report
-from poise.engine.round import Round
+from poise.engine.round import Report, Round
 from poise.policy import Policy
 from poise.records import Recorder
 from poise.sim.bsp import engine_of

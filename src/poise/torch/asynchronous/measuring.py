@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from poise.core.batch import Batch
-from poise.engine.report import Report
+from poise.engine.round import Report
 from poise.environment import local_workers
 from poise.runtime.clocks import Stopwatch, Waits
 from poise.runtime.events import (

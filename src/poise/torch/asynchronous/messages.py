@@ -7,7 +7,7 @@ from typing import Any
 from poise.core.order import DrawnOrder, Order
 from poise.core.plain import from_plain, to_plain
 from poise.engine.pool import Ranges, count_of
-from poise.engine.report import Report
+from poise.engine.round import Report
 from poise.errors import Disagreement, StateMismatch
 
 _LARGEST_COUNT = 1e18
