@@ -77,11 +77,13 @@ class Observation:
 
     def check(self) -> None:
         """Raise unless every number can be what it says it is."""
+        found: dict[str, Floats] = {}
         for name in (*_TABLES, *_ROWS):
             values = getattr(self, name)
             dimensions = 2 if name in _TABLES else 1
             if values is None:
                 continue
+            found[name] = values
             if not isinstance(values, np.ndarray) or values.ndim != dimensions or not values.size:
                 raise InvalidSetting(
                     f"step {self.step} has {name}={values!r}; give an array of workers"
@@ -92,20 +94,25 @@ class Observation:
                     f"step {self.step} has {name} of {len(values)} workers and a split over "
                     f"{len(self.split)}; report one row per worker, NaN where nothing is known"
                 )
-            if values.min() >= 0 and values.max() < np.inf:
-                continue  # quick for 10,000 workers; NaN is neither
-            wrong = np.argwhere((values < 0) | np.isinf(values))
-            if wrong.size:
-                place = tuple(int(index) for index in wrong[0])
-                raise InvalidSetting(
-                    f"step {self.step} has {name}={values[place]} on worker {place[0]}; "
-                    "give a finite number from 0 up, or NaN for not measured"
-                )
+        _check_times(self.step, found)
         ready, done = self.ready_s, self.done_s
         if ready is not None and done is not None and ready.shape != done.shape:
             raise InvalidSetting(
                 f"step {self.step} has ready_s of {ready.shape[1]} buckets and done_s of "
                 f"{done.shape[1]}; measure both for the same buckets"
+            )
+
+
+def _check_times(step: int, found: dict[str, Floats]) -> None:
+    """Raise if a number is negative or infinite: one look at all of them, since that is quick."""
+    every = np.concatenate([np.zeros(1), *(values.ravel() for values in found.values())])
+    if np.fmin.reduce(every) >= 0 and np.fmax.reduce(every) < np.inf:
+        return
+    for name, values in found.items():
+        for place in np.argwhere((values < 0) | np.isinf(values)):
+            raise InvalidSetting(
+                f"step {step} has {name}={values[tuple(place)]} on worker {place[0]}; "
+                "give a finite number from 0 up, or NaN for not measured"
             )
 
 

@@ -36,7 +36,7 @@ class Reporter(Protocol):
         """Return what is known of a step that is over; NaN for what is not."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Times:
     """What the clock tells of one step on one worker; NaN: not measured."""
 

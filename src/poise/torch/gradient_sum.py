@@ -124,7 +124,8 @@ class GradientSum:
         session = self._session
         batch = session.reducing()
         self._tally.reduced += 1
-        self._places.compare_once(batch, device)
+        if not self._places.compared:
+            self._places.compare(batch, device)
         weights = session.peers.counts.weights()
         worker, on_cpu = session.generation.worker, device.type == "cpu"
         return _Backward(batch.step, weights, worker, session.stopwatch, on_cpu)

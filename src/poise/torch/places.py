@@ -15,13 +15,12 @@ class Places:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._compared = False
+        self.compared = False
+        """Whether that was done since the pass began."""
         session.events.on(PassBegan, self._begin)
 
-    def compare_once(self, batch: Batch, device: torch.device) -> None:
-        """Raise unless all workers are at the same place; asked before each reduction."""
-        if self._compared:
-            return
+    def compare(self, batch: Batch, device: torch.device) -> None:
+        """Raise unless all workers are at the same place."""
         place = torch.tensor([batch.epoch, batch.start, batch.step], device=device)
         extremes = torch.cat([place, -place])
         doing = f"the reduction of step {batch.step}"
@@ -35,7 +34,7 @@ class Places:
                     f"workers are at different places: {name} {-low} on one, {high} on another; "
                     "load the same state on every worker and let all take the same steps"
                 )
-        self._compared = True
+        self.compared = True
 
     def _begin(self, _: PassBegan) -> None:
-        self._compared = False
+        self.compared = False
