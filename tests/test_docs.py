@@ -1,6 +1,7 @@
 """What the docs say is run, and what exists is in the docs."""
 
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,17 @@ def test_the_tree_of_errors_is_drawn_in_full() -> None:
     for name, member in vars(errors).items():
         if inspect.isclass(member):
             assert name in drawn
+
+
+def test_names_and_files_that_pages_speak_of_exist() -> None:
+    """Decisions are left out: they tell of what was."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("docs/how-to/*.md")]:
+        text = page.read_text()
+        for name in re.findall(r"`(poise(?:\.\w+)+)`", text):
+            assert pkgutil.resolve_name(name) is not None, f"{page.name} speaks of {name}"
+        for file in re.findall(r"`(\w+/[\w/]+\.py)`", text):
+            roots = (ROOT, ROOT / "src", ROOT / "src" / "poise")
+            assert any((each / file).exists() for each in roots), f"{page.name} speaks of {file}"
 
 
 def test_links_between_pages_lead_somewhere() -> None:

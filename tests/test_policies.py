@@ -780,6 +780,8 @@ def test_a_move_must_pay_at_both_ends_of_the_interval() -> None:
 def test_a_training_that_diverges_says_nothing_of_noise() -> None:
     sums = GroupSums.of(4.0, 4, 1e160) + GroupSums.of(4.0, 4, 2e160)
     assert summed_noise_scale(sums, 1e160) is None
+    sums = GroupSums.of(1.0, 100, 4e307) + GroupSums.of(1.0, 100, 8e307)
+    assert summed_noise_scale(sums, 1e160) is None, "a trace beyond the largest float"
 
 
 @pytest.mark.parametrize(

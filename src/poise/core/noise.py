@@ -187,14 +187,18 @@ def summed_noise_scale(sums: GroupSums, global_sqnorm: float) -> NoiseEstimate |
         return None
     if sums.between <= _ROUNDING / sums.samples:
         return None
-    found = _estimate(sums, global_sqnorm)
-    diverges = not abs(found.trace) + global_sqnorm < _LARGEST_SQUARE
-    return None if diverges else found
+    diverges = not abs(_trace(sums, global_sqnorm)) + global_sqnorm < _LARGEST_SQUARE
+    return None if diverges else _estimate(sums, global_sqnorm)
+
+
+def _trace(sums: GroupSums, global_sqnorm: float) -> float:
+    """Return S by the formula at the top of this file."""
+    return (sums.sqnorms / sums.total - global_sqnorm) / sums.between
 
 
 def _estimate(sums: GroupSums, global_sqnorm: float) -> NoiseEstimate:
-    """Return the formula at the top of this file."""
-    trace = (sums.sqnorms / sums.total - global_sqnorm) / sums.between
+    """Return S and G2 by the formula at the top of this file."""
+    trace = _trace(sums, global_sqnorm)
     return NoiseEstimate(trace, global_sqnorm - trace / sums.samples, sums.samples)
 
 

@@ -21,7 +21,7 @@ _GOLDEN = 2654435761
 
 
 class Budget:
-    """How often to look, so that it takes less than a hundredth of the worker's time."""
+    """How often to look, so that it takes less than two thousandths of the worker's time."""
 
     def __init__(self) -> None:
         self._every = 1
