@@ -17,8 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from poise.core.refusal import refuse
-from poise.core.rows import with_rows_of
+from poise.core.rows import refuse, with_rows_of
 from poise.core.timing import Floats
 from poise.errors import InvalidSetting
 
