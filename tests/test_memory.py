@@ -5,10 +5,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from poise.core.memory import MemoryLine
+from poise.core.memory import MARGIN, MemoryLine
 from poise.errors import InvalidSetting
 
 NAN, INF = float("nan"), float("inf")
+USED = 1 - MARGIN
 fixed_bytes = st.floats(0, 2e10)
 per_sample = st.floats(1e3, 1e9)
 batch_sizes = st.integers(1, 4096)
@@ -74,7 +75,7 @@ def test_one_size_gives_no_slope_but_a_bound() -> None:
     assert np.isnan(line.bytes_per_sample[0])
     assert np.isnan(line.fixed_bytes[0])
     assert line.safe_growth[0] == -INF
-    assert line.cap(10e9, margin=0.0) == 50
+    assert line.cap(10e9 / USED) == 50
 
 
 def test_a_line_is_trusted_near_the_sizes_it_comes_from() -> None:
@@ -82,15 +83,15 @@ def test_a_line_is_trusted_near_the_sizes_it_comes_from() -> None:
     for size in (10, 12):
         line = line.update([size], [5e9 + 1e6 * size])
     assert line.safe_growth == 16
-    assert line.cap(6e9, margin=0.0) == 16
+    assert line.cap(6e9 / USED) == 16
     line = line.update([16], [5e9 + 16e6])
-    assert line.cap(6e9, margin=0.0) == 16 + 2 * 6
+    assert line.cap(6e9 / USED) == 16 + 2 * 6
 
 
 def test_peaks_that_fall_with_the_batch_give_no_slope() -> None:
     line = MemoryLine.unknown(1).update([10], [2e9]).update([20], [1.9e9])
     assert np.isnan(line.bytes_per_sample[0])
-    assert line.cap(3.9e9, margin=0.0) == 30
+    assert line.cap(3.9e9 / USED) == 30
 
 
 def test_a_line_that_would_start_below_zero_goes_through_the_origin() -> None:
@@ -116,10 +117,10 @@ def test_what_is_not_measured_changes_nothing() -> None:
 
 def test_an_idle_worker_shows_what_is_fixed() -> None:
     line = MemoryLine.unknown(2).update([0, 0], [3e9, 12e9])
-    np.testing.assert_array_equal(line.cap(10e9, margin=0.0), [INF, 0])
+    np.testing.assert_array_equal(line.cap(10e9 / USED), [INF, 0])
     line = line.update([10, NAN], [4e9, NAN])
     assert line.fixed_bytes[0] == 3e9
-    assert line.cap(5e9, margin=0.0)[0] == 20
+    assert line.cap(5e9 / USED)[0] == 20
 
 
 def test_a_model_that_does_not_fit_gets_no_samples() -> None:
@@ -144,16 +145,12 @@ def test_after_running_out_of_memory_the_cap_stays_below_that_batch(
     sizes=st.lists(batch_sizes, min_size=1, max_size=5),
     limit=st.floats(1e6, 1e12),
     more=st.floats(1, 10),
-    margin=st.floats(0, 0.9),
 )
-def test_a_cap_grows_with_the_limit_and_falls_with_the_margin(
-    sizes: list[int], limit: float, more: float, margin: float
-) -> None:
+def test_a_cap_grows_with_the_limit(sizes: list[int], limit: float, more: float) -> None:
     line = MemoryLine.unknown(1)
     for size in sizes:
         line = line.update([size], [1e9 + 1e7 * size])
-    assert line.cap(limit, margin)[0] <= line.cap(limit * more, margin)[0]
-    assert line.cap(limit, margin)[0] <= line.cap(limit, margin / 2)[0]
+    assert line.cap(limit)[0] <= line.cap(limit * more)[0]
 
 
 def test_lines_do_not_change_in_place() -> None:
@@ -184,9 +181,3 @@ def test_wrong_input_is_refused_with_the_reason() -> None:
         line.out_of_memory(0, 0)
     with pytest.raises(InvalidSetting, match="workers=0"):
         MemoryLine.unknown(0)
-
-
-@pytest.mark.parametrize("margin", [-0.1, 1.0, NAN])
-def test_a_margin_is_a_part_of_the_memory(margin: float) -> None:
-    with pytest.raises(InvalidSetting, match="margin="):
-        MemoryLine.unknown(1).cap(1e9, margin)

@@ -24,8 +24,8 @@ from poise.engine.modes import mode_of
 from poise.errors import InvalidSetting
 from poise.policy import Auto, Fixed
 from poise.records import Recorder, read_record, replay
-from poise.sim.asp import _Asynchronous
-from poise.sim.bsp import engine_of, synchronous
+from poise.sim.asp import Asynchronous
+from poise.sim.bsp import Synchronous, engine_of
 from poise.sim.cluster import Cluster
 from poise.sim.conditions import Conditions
 from poise.sim.learning import Lessons
@@ -498,7 +498,7 @@ def test_a_smaller_last_step_is_not_measured(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     policy = Auto()
     with Recorder(path, engine_of(made, policy)) as recorder:
-        list(synchronous(made, policy, recorder=recorder))
+        list(Synchronous(made, policy, recorder).steps())
     seen = [row.observation for row in read_record(path).rows if row.observation]
     smaller = [each for each in seen if sum(each.split) == 40]
     assert smaller
@@ -591,7 +591,7 @@ def test_a_step_that_stands_for_several_changes_little_but_the_work() -> None:
 def test_asynchronous_shares_and_staleness_are_those_of_theory(policy: str) -> None:
     """(1/t_k) / sum(1/t), and t_k sum_{j != k} 1/t_j; n - 1 on average."""
     made = scenario(mode="async", steps=400, policies=[policy], training={"epoch_samples": 10**6})
-    training = _Asynchronous(made, made.policy(policy), None)
+    training = Asynchronous(made, made.policy(policy), None)
     last = list(training.steps())[-1]
     times = made.model.ready_s(np.array(last.split, dtype=float))[:, -1]
     members = training._engine.members
@@ -617,7 +617,7 @@ def test_a_bound_of_no_steps_is_synchronous() -> None:
 @pytest.mark.parametrize("bound", [1, 4])
 def test_no_worker_is_more_steps_ahead_than_the_bound(bound: int) -> None:
     made = scenario(mode=f"stale:{bound}", noise={"cv": 0.3}, steps=100)
-    training = _Asynchronous(made, made.policy("even"), None)
+    training = Asynchronous(made, made.policy("even"), None)
     ahead = 0
     for _ in training.steps():
         at = [training._engine._at(member) for member in training._engine.members]
@@ -651,7 +651,7 @@ def test_asynchronous_workers_join_leave_and_fail() -> None:
 def test_with_a_server_a_loader_is_a_limit_too() -> None:
     workers = [{"count": 2, **LINE}, {"input_s": 0.01, **LINE}]
     made = scenario(mode="async", worker=workers, steps=300)
-    training = _Asynchronous(made, made.policy("auto"), None)
+    training = Asynchronous(made, made.policy("auto"), None)
     last = list(training.steps())[-1]
     assert last.split[2] < 0.4 * last.split[0]
     members = training._engine.members
@@ -741,7 +741,7 @@ def test_what_a_scenario_means_does_not_depend_on_how_it_is_made() -> None:
     direct = Scenario(cluster=made.cluster, global_batch=96, steps=60)
     assert json.dumps([s.split for s in run(direct)]) == json.dumps([s.split for s in run(made)])
     assert direct.cluster.network == Network(ready=(0.3, 1.0), bucket_s=(0.020, 0.004))
-    fixed = list(synchronous(direct, Fixed([40, 40, 16])))
+    fixed = list(Synchronous(direct, Fixed([40, 40, 16]), None).steps())
     assert {step.split for step in fixed} == {(40, 40, 16)}
     assert not direct.changes_over_steps
     assert replace(direct, failures=Failures(mean_steps=9.0)).changes_over_steps

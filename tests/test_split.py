@@ -1,6 +1,7 @@
 """Laws of the best split: against linear programs, brute force, and any other split."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
@@ -247,28 +248,45 @@ def random_case_of(
     return model, buckets
 
 
+@dataclass(frozen=True, eq=False)
+class Given(Curves):
+    """Tau as a function of (worker numbers, local batches)."""
+
+    count: int
+    function: Callable[[Ints, Floats], Floats]
+    most: int = 2**32
+
+    @property
+    def workers(self) -> int:
+        return self.count
+
+    def local_s(self, batches: ArrayLike, workers: Ints | None = None) -> Floats:
+        every = np.arange(self.workers) if workers is None else workers
+        return self.function(every, np.asarray(batches, dtype=np.float64))
+
+
 def table(random: np.random.Generator, workers: int) -> StepTimes:
     """Tau as a table that rises by random steps, some of them 0."""
     steps = random.exponential(size=(workers, 64)) * random.integers(0, 2, (workers, 64))
     known = np.cumsum(steps, axis=1) + 0.1
     beyond = np.arange(1, 3)
     known = np.hstack([known, known[:, -1:] + 1e6 * beyond])
-    return Curves(workers, lambda who, b: known[who, np.minimum(b, 65).astype(int)], most=65)
+    return Given(workers, lambda who, b: known[who, np.minimum(b, 65).astype(int)], most=65)
 
 
 def power(random: np.random.Generator, workers: int) -> StepTimes:
     rate = random.uniform(1, 10, workers)
-    return Curves(workers, lambda who, b: 0.3 + rate[who] * b**0.8, most=2**8)
+    return Given(workers, lambda who, b: 0.3 + rate[who] * b**0.8, most=2**8)
 
 
 def tiles(random: np.random.Generator, workers: int) -> StepTimes:
     rate = random.uniform(1, 10, workers)
-    return Curves(workers, lambda who, b: 1 + rate[who] * np.ceil(b / 8), most=2**8)
+    return Given(workers, lambda who, b: 1 + rate[who] * np.ceil(b / 8), most=2**8)
 
 
 def knee(random: np.random.Generator, workers: int) -> StepTimes:
     rate, place = random.uniform(1, 10, workers), random.integers(1, 9, workers)
-    return Curves(
+    return Given(
         workers,
         lambda who, b: 1 + rate[who] * (0.1 * b + np.maximum(b - place[who], 0)),
         most=2**8,
@@ -444,7 +462,7 @@ def test_the_level_is_found_where_an_empty_batch_takes_no_time() -> None:
     model, limits = SpeedModel.proportional([1, 2]), Limits.of(2, min_batch=0)
     assert water_level(model, 10, limits) == pytest.approx(10 / 3)
     assert optimal_split(model, 10, limits).level_s == pytest.approx(10 / 3)
-    curves = Curves(2, lambda who, b: (1 + who) * b**0.8)
+    curves = Given(2, lambda who, b: (1 + who) * b**0.8)
     assert water_level(curves, 10, limits) <= optimal_split(curves, 10, limits).step_s * (1 + 1e-9)
 
 

@@ -62,7 +62,7 @@ def _write(path: Path, text: str) -> None:
 
 def _sentences(found: Calibration) -> Iterator[str]:
     measured, predicted = found.measured_s * 1e3, found.predicted_s * 1e3
-    yield f"{found.workers} workers, {found.steps:,} measured steps, {found.splits:,} splits"
+    yield f"{found.model.workers} workers, {found.steps:,} measured steps, {found.splits:,} splits"
     yield f"steps of the last split took {measured:.1f} ms on average, {predicted:.1f} ms predicted"
     if math.isnan(found.error):
         yield "no steps could be held out, so the error is not known"
@@ -76,7 +76,7 @@ def _sentences(found: Calibration) -> Iterator[str]:
 
 def _plain(found: Calibration) -> dict[str, object]:
     return {
-        "workers": found.workers,
+        "workers": found.model.workers,
         "steps": found.steps,
         "splits": found.splits,
         "error": None if math.isnan(found.error) else found.error,

@@ -1,7 +1,7 @@
 """How much memory a local batch takes, and how large it may be.
 
     peak(b) = m0 + m1 b              bytes on a worker, least squares over measured peaks
-    cap     = floor( (limit (1 - margin) - m0) / m1 )
+    cap     = floor( (limit (1 - MARGIN) - m0) / m1 )
 
 A line from few sizes is trusted only near them. Between sizes lo and hi with an error of e each,
 its error at hi + 2 (hi - lo) is at most 3 e: up to there it is used. Any measured peak p at b
@@ -17,8 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from poise.core.refusal import refuse
-from poise.core.rows import with_rows_of
+from poise.core.rows import refuse, with_rows_of
 from poise.core.timing import Floats
 from poise.errors import InvalidSetting
 
@@ -36,15 +35,15 @@ class MemoryLine:
     """The memory lines of all workers: running least-squares sums, one entry per worker.
 
     >>> line = MemoryLine.unknown(2).update([8, 16], [3e9, 6e9])
-    >>> line.bytes_per_sample, line.cap(9e9, margin=0.0)  # one size: m0 may be 0
+    >>> line.bytes_per_sample, line.cap(10e9)  # one size: m0 may be 0
     (array([nan, nan]), array([24., 24.]))
     >>> line = line.update([16, np.nan], [4e9, np.nan])
     >>> line.fixed_bytes.tolist(), line.bytes_per_sample.tolist()
     ([2000000000.0, nan], [125000000.0, nan])
-    >>> line.cap(5e9, margin=0.0)
-    array([24., 13.])
-    >>> line.out_of_memory(0, 20).cap(5e9, margin=0.0)
-    array([18., 13.])
+    >>> line.cap(6e9)
+    array([27., 14.])
+    >>> line.out_of_memory(0, 20).cap(6e9)
+    array([18., 14.])
     """
 
     count: Floats
@@ -135,22 +134,18 @@ class MemoryLine:
         reach = self.largest + REACH * (self.largest - self.smallest)
         return np.where(np.isnan(self._line[1]), -np.inf, reach)
 
-    def cap(self, limit_bytes: ArrayLike, margin: float = MARGIN) -> Floats:
+    def cap(self, limit_bytes: ArrayLike) -> Floats:
         """Return the largest local batch of each worker, whole numbers or infinity.
 
         Infinity where nothing limits it: no limit is known (NaN or infinity), or nothing was
         measured with samples. 0 where not even an empty batch fits. A limit may be one number
         for all workers.
         """
-        if not 0 <= margin < 1:
-            raise InvalidSetting(
-                f"margin={margin} is not from 0 to below 1; 0.1 keeps a tenth of the memory free"
-            )
         every = np.full(self.workers, limit_bytes) if np.ndim(limit_bytes) == 0 else limit_bytes
         limit = self._per_worker("limit_bytes", every)
         refuse(limit < 0, limit, "limit_bytes", "bytes from 0 up, or NaN where not known")
         limited = np.isfinite(limit) & (self.count > 0)
-        room = np.where(limited, limit * (1 - margin), 0.0)
+        room = np.where(limited, limit * (1 - MARGIN), 0.0)
         fixed, rise = self._line
         empty = np.where(self.mean_peak > room, 0.0, np.inf)
         near = np.where(

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from poise.core.refusal import refuse
+from poise.core.rows import refuse
 from poise.core.timing import Floats
 from poise.errors import InvalidSetting
 

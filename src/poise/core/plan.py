@@ -9,6 +9,7 @@ import numpy as np
 from poise.core.limits import Limits
 from poise.core.split import Split, apportion, check_split, optimal_split
 from poise.core.timing import Bound, Floats, SpeedModel
+from poise.core.weight import weights
 from poise.errors import OutOfOrder
 
 _POINTS = 65
@@ -94,8 +95,7 @@ class Plan:
     @property
     def shares(self) -> tuple[float, ...]:
         """Each worker's part of the global batch; they add up to 1."""
-        total = self.global_batch
-        return tuple(local / total for local in self.split)
+        return weights(self.split)
 
     @property
     def step_s(self) -> float:

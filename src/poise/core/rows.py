@@ -1,10 +1,13 @@
-"""Arrays over workers when the workers change."""
+"""Arrays over workers: when the workers change, and with an entry that cannot be."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+
+from poise.core.timing import Flags, Floats
+from poise.errors import InvalidSetting
 
 State = TypeVar("State")
 
@@ -27,3 +30,10 @@ def with_rows_of(
         for name in names
     }
     return replace(state, **arrays)  # type: ignore[type-var]
+
+
+def refuse(wrong: Flags, values: Floats, name: str, required: str) -> None:
+    """Raise, naming the first worker whose entry is wrong, and what is required."""
+    if wrong.any():
+        worker = int(wrong.argmax())
+        raise InvalidSetting(f"{name}[{worker}] is {values[worker]}; give {required}")

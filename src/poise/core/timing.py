@@ -16,8 +16,7 @@ maximum. Cannikin (arXiv 2402.05302, section 3) is the case K = 2;
 `poise.core.cluster.Worker.lines` makes it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -230,13 +229,8 @@ class SpeedModel:
     def take(self, workers: ArrayLike) -> "SpeedModel":
         """Return the model of some of the workers, with the same reduction."""
         index = np.asarray(workers, dtype=np.int64)
-        return SpeedModel(
-            self.fixed_s[index],
-            self.per_sample_s[index],
-            self.bucket_s,
-            self.input_s[index],
-            self.micro_batch[index],
-        )
+        names = ("fixed_s", "per_sample_s", "input_s", "micro_batch")
+        return replace(self, **{name: getattr(self, name)[index] for name in names})
 
     @cached_property
     def _lines(self) -> tuple[Floats, Floats]:
@@ -290,27 +284,21 @@ class SpeedModel:
         b[which] = np.minimum(computed, cap)
 
 
-@dataclass(frozen=True, eq=False)
-class Curves:
-    """Any increasing tau, given as a function of (worker numbers, local batches).
+class Curves(StepTimes):
+    """Any increasing tau: a subclass tells it, and its inverse is found by halving.
 
-    Its inverse is found by halving, in whole samples.
-
-    >>> curves = Curves(2, lambda workers, b: (1 + workers) * b**0.8)
-    >>> curves.capacity(16.1)[0]
+    >>> class Powers(Curves):
+    ...     workers = 2
+    ...
+    ...     def local_s(self, batches, workers=(0, 1)):
+    ...         return (1 + np.array(workers)) * np.array(batches) ** 0.8
+    >>> Powers().capacity(16.1)[0]
     array([32., 13.])
     """
 
-    workers: int
-    function: Callable[[Ints, Floats], Floats]
-    most: int = 2**32
+    most = 2**32
     """No local batch is larger."""
     jumps = True
-
-    def local_s(self, batches: ArrayLike, workers: Ints | None = None) -> Floats:
-        """Return tau_i(b)."""
-        every = np.arange(self.workers) if workers is None else workers
-        return self.function(every, np.asarray(batches, dtype=np.float64))
 
     def near_s(self, global_batch: float) -> float:
         """Return the mean time of an even split."""

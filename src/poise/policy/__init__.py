@@ -3,13 +3,11 @@
 from poise.policy.auto import Auto
 from poise.policy.base import Decision, Forecasting, Policy
 from poise.policy.bounds import Bounds
-from poise.policy.even import Even
-from poise.policy.fixed import Fixed
 from poise.policy.lbbsp import LbBsp
 from poise.policy.naming import policy_named
 from poise.policy.optperf import OptPerf
 from poise.policy.proportional import Proportional
-from poise.policy.static import Static
+from poise.policy.stated import Even, Fixed, Static
 
 __all__ = [
     "Auto",

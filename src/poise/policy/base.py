@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from poise.core.observation import Change, Event
+from poise.core.observation import Event
 from poise.core.plan import Forecast
 from poise.core.split import Split
 
@@ -49,25 +49,6 @@ class Policy(Protocol):
         None means no change. After a `Change` a decision must follow: a split of its global batch
         over its workers.
         """
-
-
-class Stated:
-    """What policies share whose splits follow from what is stated, whatever is measured."""
-
-    online = False
-    state_type = type(None)
-
-    def update(self, state: None, events: Sequence[Event]) -> tuple[Decision | None, None]:
-        """Only another cluster or global batch changes the split."""
-        decision = None
-        for event in events:
-            if isinstance(event, Change):
-                decision = self.changed(event)
-        return decision, None
-
-    def changed(self, change: Change) -> Decision | None:
-        """Return the split after a change, None if it stays; raise if what is stated is not it."""
-        raise NotImplementedError
 
 
 @runtime_checkable

@@ -51,12 +51,7 @@ class Bounds:
 
 @lru_cache(maxsize=8)
 def _limits(bounds: Bounds, workers: int) -> Limits:
-    return Limits.of(
-        workers,
-        min_batch=bounds.min_batch,
-        max_batch=bounds.max_batch,
-        multiple_of=bounds.multiple_of,
-    )
+    return Limits.of(workers, **vars(bounds))
 
 
 NO_BOUNDS = Bounds()

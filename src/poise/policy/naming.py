@@ -8,12 +8,10 @@ from poise.core.plain import from_plain, to_plain
 from poise.errors import InvalidSetting
 from poise.policy.auto import Auto
 from poise.policy.base import Policy
-from poise.policy.even import Even
-from poise.policy.fixed import Fixed
 from poise.policy.lbbsp import LbBsp
 from poise.policy.optperf import OptPerf
 from poise.policy.proportional import Proportional
-from poise.policy.static import Static
+from poise.policy.stated import Even, Fixed, Static
 
 KINDS: dict[str, type[Policy]] = {
     "auto": Auto,

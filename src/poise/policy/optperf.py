@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from poise.core.observation import Change, Event, Observation
-from poise.core.plan import Forecast
-from poise.core.split import Split, optimal_split
+from poise.core.plan import Forecast, best_plan
+from poise.core.split import Split
 from poise.core.timing import Floats, SpeedModel
 from poise.policy.base import Decision, Schedule
 from poise.policy.bounds import NO_BOUNDS, Bounds
@@ -92,10 +92,9 @@ class OptPerf:
         """Split another global batch by the model; other workers are learned anew."""
         known = self.forecast(state)
         if known is not None and change.origin == tuple(range(len(state.split))):
-            best = optimal_split(known.model, change.global_batch, known.limits)
-            forecast = replace(known, poured_s=best.poured_s)
-            decision = Decision(best.split, "another global batch", forecast)
-            return decision, _forgotten(replace(state, split=best.split))
+            best = best_plan(known.model, known.limits, change.global_batch)
+            decision = Decision(best.split, "another global batch", best.forecast)
+            return decision, _forgotten(state, best.split)
         speeds = resized(state.speeds, change)
         split = self.bounds.proportional(speeds, change.global_batch)
         decision = Decision(split, "another cluster: the model is learned anew")
@@ -110,22 +109,17 @@ class OptPerf:
             split = self.bounds.proportional(state.speeds, total)
             decision = Decision(split, "the second epoch goes by inverse speed")
         else:
-            best = optimal_split(known.model, total, known.limits)
+            best = best_plan(known.model, known.limits, total)
             why = f"{best.step_s * 1e3:.1f} ms a step expected from a two-line model"
-            decision = Decision(best.split, why, replace(known, poured_s=best.poured_s))
-        if decision.split == state.split:
-            return None, _forgotten(state)
-        return decision, _forgotten(replace(state, split=decision.split))
+            decision = Decision(best.split, why, best.forecast)
+        changed = decision.split != state.split
+        return decision if changed else None, _forgotten(state, decision.split)
 
 
 def _begin(split: Split, speeds: Floats, epoch: int) -> OptPerfState:
-    none = np.zeros((0, len(split)))
-    return OptPerfState(split, speeds, epoch, *_no_sums(split), none, none, none)
-
-
-def _no_sums(split: Split) -> tuple[float, Floats, Floats]:
-    """Return count, ready and reduction of an epoch before its first step."""
-    return 0.0, np.zeros((len(split), 2)), np.zeros((len(split), 4))
+    none, workers = np.zeros((0, len(split))), len(split)
+    sums = 0.0, np.zeros((workers, 2)), np.zeros((workers, 4))
+    return OptPerfState(split, speeds, epoch, *sums, none, none, none)
 
 
 def _added(state: OptPerfState, observation: Observation) -> OptPerfState:
@@ -167,10 +161,10 @@ def _with(rows: Floats, row: Floats, remembered: int) -> Floats:
     return np.vstack([rows.reshape(-1, len(row)), row])[-remembered:]
 
 
-def _forgotten(state: OptPerfState) -> OptPerfState:
-    """Begin the sums of another epoch."""
-    count, ready, reduction = _no_sums(state.split)
-    return replace(state, count=count, ready=ready, reduction=reduction)
+def _forgotten(state: OptPerfState, split: Split) -> OptPerfState:
+    """Begin the sums of another epoch with a split of it."""
+    ready, reduction = np.zeros_like(state.ready), np.zeros_like(state.reduction)
+    return replace(state, split=split, count=0.0, ready=ready, reduction=reduction)
 
 
 def _line(batches: Floats, seconds: Floats) -> tuple[Floats, Floats]:

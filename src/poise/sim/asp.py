@@ -138,14 +138,7 @@ class _Machines:
         return computes, max(0.0, loads - computes)
 
 
-def asynchronous(
-    scenario: Scenario, policy: Policy, *, recorder: Recorder | None = None
-) -> Iterator[Step]:
-    """Train virtually, and yield a step whenever a global batch of samples has been pushed."""
-    return _Asynchronous(scenario, policy, recorder).steps()
-
-
-class _Asynchronous:
+class Asynchronous:
     """One run of a scenario."""
 
     def __init__(self, scenario: Scenario, policy: Policy, recorder: Recorder | None) -> None:
@@ -166,7 +159,7 @@ class _Asynchronous:
         self._window = _Window(0.0, np.zeros(scenario.workers))
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps."""
+        """Train virtually, and yield a step whenever a global batch has been pushed."""
         self._come_and_go()
         for number in range(self._scenario.steps):
             while self._window.pushed < self._scenario.global_batch:

@@ -33,13 +33,6 @@ _ORACLE_WORK = 1_000_000
 """Worker-steps for which the best split is looked for in every step; of more, in some."""
 
 
-def synchronous(
-    scenario: Scenario, policy: Policy, *, recorder: Recorder | None = None
-) -> Iterator[Step]:
-    """Train virtually, and yield each step when it is over."""
-    return _Synchronous(scenario, policy, recorder).steps()
-
-
 def engine_of(scenario: Scenario, policy: Policy) -> Engine:
     """Return the engine at the start; the global batch moves only if the policy can predict."""
     learning = scenario.learning
@@ -47,7 +40,7 @@ def engine_of(scenario: Scenario, policy: Policy) -> Engine:
     return Engine(policy, len(scenario.first), scenario.global_batch, adapt)
 
 
-class _Synchronous:
+class Synchronous:
     """One run of a scenario."""
 
     def __init__(self, scenario: Scenario, policy: Policy, recorder: Recorder | None) -> None:
@@ -65,6 +58,7 @@ class _Synchronous:
         self._decided_at = 0
 
     def steps(self) -> Iterator[Step]:
+        """Train virtually, and yield each step when it is over."""
         for number in range(self._scenario.steps):
             moment = self._conditions.at(number, self._clock_s)
             followed, lost_s = self._followed(number, moment)

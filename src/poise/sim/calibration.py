@@ -27,6 +27,8 @@ from poise.policy.naming import policy_of
 from poise.records import Record
 from poise.sim.scenario import Noise
 
+_WHO = "a calibration"
+"""What learns from measured times."""
 _FOLDS = 5
 _FEWEST = 20
 """Measured steps that a calibration needs,"""
@@ -71,11 +73,6 @@ class Calibration:
     """What the record does not show, in sentences."""
     bounds: Bounds
     """Of the local batches, as the training stated them."""
-
-    @property
-    def workers(self) -> int:
-        """How many there are."""
-        return self.model.workers
 
 
 def calibrated(record: Record) -> Calibration:
@@ -146,17 +143,12 @@ def _observations(record: Record) -> list[Observation]:
             continue
         if each.ready_s.shape[0] == workers and not np.isnan(each.ready_s).any():
             seen.append(each)
-    return [each for each in seen if _ready_s(each).shape == _ready_s(seen[-1]).shape]
-
-
-def _ready_s(measured: Observation) -> Floats:
-    assert measured.ready_s is not None
-    return measured.ready_s
+    return [each for each in seen if each.times(_WHO).shape == seen[-1].times(_WHO).shape]
 
 
 def _fitted(seen: Sequence[Observation]) -> Fit:
     """Learn from steps in their order, those of one split together."""
-    fit = Fit.start(*_ready_s(seen[0]).shape)
+    fit = Fit.start(*seen[0].times(_WHO).shape)
     for start in range(0, len(seen), _WINDOW):
         fit, _ = fit.update(*seen[start : start + _WINDOW])
     return fit
@@ -180,7 +172,7 @@ def _since_last_change(
 
     Where too few follow, all of them, and what comes out is a mixture.
     """
-    fit = Fit.start(*_ready_s(seen[0]).shape)
+    fit = Fit.start(*seen[0].times(_WHO).shape)
     begin, who = 0, ""
     for number in range(0, len(seen), SELDOM):
         fit, alarms = fit.update(*seen[number : number + SELDOM])
@@ -255,7 +247,7 @@ def _noise(seen: Sequence[Observation], fit: Fit) -> Noise:
     correlation = float(np.clip(products / squares, 0.0, 0.95)) if squares > 0 else 0.0
     ratios: list[Floats] = []
     for split in {each.split for each in seen}:
-        table = np.array([_ready_s(each)[:, -1] for each in seen if each.split == split])
+        table = np.array([each.times(_WHO)[:, -1] for each in seen if each.split == split])
         if len(table) >= _OF_A_SPLIT:
             ratios.append((table / np.median(table, axis=0)).ravel())
     every = np.concatenate(ratios) if ratios else np.ones(1)

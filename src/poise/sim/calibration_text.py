@@ -47,7 +47,7 @@ def scenario_text(found: Calibration, source: str) -> str:
         ]
     else:
         lines += ["", "[server]", f"update_s = {found.update_s:.6f}"]
-    for worker in range(found.workers):
+    for worker in range(found.model.workers):
         lines += ["", *_worker_lines(found, worker)]
     return "\n".join(lines) + "\n"
 

@@ -13,8 +13,8 @@ from poise.engine.modes import Sync
 from poise.errors import InfeasibleSplit, InvalidSetting
 from poise.policy import Policy
 from poise.records import Recorder
-from poise.sim.asp import asynchronous
-from poise.sim.bsp import engine_of, synchronous
+from poise.sim.asp import Asynchronous
+from poise.sim.bsp import Synchronous, engine_of
 from poise.sim.scenario import Scenario
 from poise.sim.step import Step
 
@@ -137,8 +137,8 @@ def steps_of(
     scenario: Scenario, policy: Policy, recorder: Recorder | None = None
 ) -> Iterator[Step]:
     """Train virtually in the scenario's mode, and yield its steps."""
-    train = synchronous if isinstance(scenario.mode, Sync) else asynchronous
-    return train(scenario, policy, recorder=recorder)
+    run = Synchronous if isinstance(scenario.mode, Sync) else Asynchronous
+    return run(scenario, policy, recorder).steps()
 
 
 @dataclass

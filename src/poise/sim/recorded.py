@@ -35,9 +35,7 @@ def followed(record: Record, *, lead: int, policy: Policy | None = None) -> Diff
                 "resumed, which no scenario of steps has; use poise.records.replay"
             )
         plan = training.plan_at(seen.step)
-        samples = sum(seen.split)
-        whole = samples == plan.global_batch
-        split = plan.split if whole else plan.scaled(samples).split
+        split = plan.scaled(sum(seen.split)).split
         if split != seen.split:
             simulated = Decided(split, plan.start_step, plan.gain, plan.why)
             known = [step for step in recorded if step <= seen.step]

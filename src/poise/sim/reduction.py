@@ -2,31 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
-from poise.core.timing import Floats, Ints
+from poise.core.timing import Floats
 
 MOST_IN_RING = 256
 """A ring of n workers takes 2 (n - 1) rounds, each of which all of them wait for a neighbor."""
-
-
-class Reduction(Protocol):
-    """What becomes of arrivals."""
-
-    @property
-    def bucket_s(self) -> Floats:
-        """Seconds that each bucket adds if all workers arrive together."""
-
-    def done_s(self, bucket: int, arrivals: Floats, free: Floats) -> Floats:
-        """Return when each worker has the sum of a bucket.
-
-        Args:
-            bucket: its number.
-            arrivals: when each worker hands it over.
-            free: when each worker was done with the bucket before.
-        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +20,16 @@ class Together:
     """
 
     bucket_s: Floats
+    """Seconds that each bucket adds."""
 
     def done_s(self, bucket: int, arrivals: Floats, free: Floats) -> Floats:
-        """Return the same end for all."""
+        """Return when each worker has the sum of a bucket: the same end for all.
+
+        Args:
+            bucket: its number.
+            arrivals: when each worker hands it over.
+            free: when each worker was done with the bucket before.
+        """
         end = max(float(arrivals.max()), float(free.max())) + float(self.bucket_s[bucket])
         return np.broadcast_to(np.array([end]), arrivals.shape)
 
@@ -71,7 +60,7 @@ class Ring:
         return np.array([self.done_s(bucket, together, together).max() for bucket in buckets])
 
     def done_s(self, bucket: int, arrivals: Floats, free: Floats) -> Floats:
-        """Return when each worker has the sum."""
+        """Return when each worker has the sum of a bucket, of arrivals and ends as above."""
         workers = len(arrivals)
         ends = np.maximum(arrivals, free)
         chunk = self.bucket_bytes[bucket] / workers
@@ -81,6 +70,6 @@ class Ring:
             ends = np.maximum(ends, ends[before]) + sending
         return ends
 
-    def take(self, workers: Ints) -> "Ring":
-        """Return the ring of some of the workers."""
-        return Ring(self.bucket_bytes, self.link_bytes_per_s[workers], self.latency_s)
+
+Reduction = Together | Ring
+"""What becomes of arrivals."""

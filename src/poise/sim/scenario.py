@@ -241,8 +241,8 @@ class Scenario:
         if self.ring is None:
             return Cluster(truth, Together(truth.bucket_s), self.drag)
         slower = np.broadcast_to(links, self.workers) * network
-        ring = replace(self.ring, link_bytes_per_s=self.ring.link_bytes_per_s / slower)
-        return Cluster(truth, ring.take(workers), self.drag)
+        each = self.ring.link_bytes_per_s / slower
+        return Cluster(truth, replace(self.ring, link_bytes_per_s=each[workers]), self.drag)
 
     @cached_property
     def _memory(self) -> Floats:

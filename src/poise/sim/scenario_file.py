@@ -29,7 +29,7 @@ import numpy as np
 from poise.cluster_file import declared_cluster
 from poise.core.cluster import Network
 from poise.engine.adaptation import Adaptation
-from poise.engine.modes import Mode, mode_of
+from poise.engine.modes import mode_of
 from poise.errors import InvalidSetting
 from poise.numbers import is_number, is_whole
 from poise.policy.naming import KINDS
@@ -87,11 +87,13 @@ def declared_scenario(toml: Toml) -> Scenario:
         raise top.wrong("", "has no global_batch; give the samples of a step over all workers")
     global_batch = top.whole("global_batch", 0, least=1)
     network, ring, drag = _network(tables["network"], workers)
+    with top.blamed("mode"):
+        mode = mode_of(top.values.get("mode", "sync"))
     scenario = Scenario(
         cluster=replace(cluster, network=network),
         global_batch=global_batch,
         steps=steps,
-        mode=_mode(top),
+        mode=mode,
         learning=_learning(tables["training"], global_batch),
         seed=top.whole("seed", 0),
         policies=_policies(top, workers),
@@ -99,7 +101,10 @@ def declared_scenario(toml: Toml) -> Scenario:
         resources=_resources(workers),
         noise=_numbers(Noise, tables["noise"], _NOISE),
         drift=_numbers(Drift, tables["drift"], _DRIFT),
-        failures=_failures(tables["failures"]),
+        failures=Failures(
+            mean_steps=tables["failures"].number("mean_steps", math.inf, least=1.0),
+            down_steps=tables["failures"].whole("down_steps", 50, least=1),
+        ),
         events=declared_events(toml, cluster, steps),
         bend=_bend(workers),
         ring=ring,
@@ -116,11 +121,6 @@ def declared_scenario(toml: Toml) -> Scenario:
     )
     check(toml, scenario)
     return scenario
-
-
-def _mode(top: Table) -> Mode:
-    with top.blamed("mode"):
-        return mode_of(top.values.get("mode", "sync"))
 
 
 def _policies(top: Table, workers: Sequence[Table]) -> tuple[str, ...]:
@@ -261,13 +261,6 @@ def _bend(workers: Sequence[Table]) -> Bend:
     power = _of_workers(workers, "power", (1.0, 1.0), _power, _POWER)
     bend = {"tile": tile, "knee": tuple(np.array(knee).T), "power": tuple(np.array(power).T)}
     return Bend.of(**{key: values for key, values in bend.items() if values})
-
-
-def _failures(table: Table) -> Failures:
-    return Failures(
-        mean_steps=table.number("mean_steps", math.inf, least=1.0),
-        down_steps=table.whole("down_steps", 50, least=1),
-    )
 
 
 def _notes(table: Table) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ ASP_CORES = {1: (10, 10, 10, 10), 2: (8, 8, 8, 16), 4: (10, 10, 4, 16), 8: (4, 4
 """The same for asynchronous training; at level 8 it is 7 times the cores."""
 WALK = (1, 2, 4, 8, 8, 4, 2, 1)
 """OmniLearn's walk through these levels."""
+_STEPS_PER_LEVEL = 200
 
 
 def by_cores(
@@ -27,18 +28,13 @@ def by_cores(
     return SpeedModel.of(fixed_share * even_s, (1 - fixed_share) * per_sample_s)
 
 
-def walk(
-    *,
-    steps_per_level: int = 200,
-    bend: Bend | None = None,
-    fixed_share: float = 0.2,
-) -> Callable[[int], Truth]:
-    """Return OmniLearn's walk through heterogeneity levels, each for some steps."""
+def walk(*, bend: Bend | None = None) -> Callable[[int], Truth]:
+    """Return OmniLearn's walk through heterogeneity levels, each for 200 steps."""
     levels: dict[int, Truth] = {}
     for level, cores in CORES.items():
-        model = by_cores(cores, fixed_share=fixed_share)
+        model = by_cores(cores)
         levels[level] = model if bend is None else Bent(model, bend)
-    return lambda step: levels[WALK[min(step // steps_per_level, len(WALK) - 1)]]
+    return lambda step: levels[WALK[min(step // _STEPS_PER_LEVEL, len(WALK) - 1)]]
 
 
 BENDS = {

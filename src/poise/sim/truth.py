@@ -1,31 +1,11 @@
 """What virtual workers truly take, which no policy is told."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from poise.core.timing import Curves, Floats, Ints, SpeedModel, StepTimes
-
-
-class Truth(StepTimes, Protocol):
-    """How long workers compute and load, and what reductions add."""
-
-    @property
-    def bucket_s(self) -> Floats:
-        """Reduction times."""
-
-    @property
-    def input_s(self) -> Floats:
-        """Seconds per sample in the loaders."""
-
-    def ready_s(self, batches: ArrayLike) -> Floats:
-        """Workers x buckets: when they are handed over, without noise."""
-
-    def step_s(self, split: ArrayLike) -> float:
-        """The step time, without noise."""
+from poise.core.timing import Curves, Floats, Ints, SpeedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,22 +48,18 @@ class Bend:
 
     def take(self, workers: Ints) -> "Bend":
         """Return the bend of some of the workers."""
-        return Bend(*(_some(values, workers) for values in self._fields))
+        return Bend(*(each[workers] if each.ndim else each for each in vars(self).values()))
 
     def __call__(self, batches: Floats, workers: Ints | None = None) -> Floats:
         """Return what local batches feel like, of the workers with these numbers."""
-        tile, knee_at, knee, power, power_at = (_some(each, workers) for each in self._fields)
-        b = np.ceil(batches / tile) * tile
-        b = b + (knee - 1) * np.maximum(b - knee_at, 0.0)
-        return np.asarray(power_at ** (1 - power) * b**power)
-
-    @property
-    def _fields(self) -> tuple[Floats, ...]:
-        return self.tile, self.knee_at, self.knee, self.power, self.power_at
+        bend = self if workers is None else self.take(workers)
+        b = np.ceil(batches / bend.tile) * bend.tile
+        b = b + (bend.knee - 1) * np.maximum(b - bend.knee_at, 0.0)
+        return np.asarray(bend.power_at ** (1 - bend.power) * b**bend.power)
 
 
 @dataclass(frozen=True, eq=False)
-class Bent:
+class Bent(Curves):
     """Lines in what a local batch feels like.
 
     >>> Bent(SpeedModel.of([0.0], [0.01]), Bend.of(tile=8)).local_s([9])
@@ -92,7 +68,7 @@ class Bent:
 
     model: SpeedModel
     bend: Bend
-    jumps = True
+    most = 2**24
 
     @property
     def workers(self) -> int:
@@ -126,24 +102,12 @@ class Bent:
         """The step time, without noise."""
         return float(self.local_s(split).max())
 
-    def near_s(self, global_batch: float) -> float:
-        """Return the mean time of an even split."""
-        return self._curves.near_s(global_batch)
 
-    def capacity(self, step_s: float) -> tuple[Floats, Floats]:
-        """Return the largest local batches that end in time, and no slopes."""
-        return self._curves.capacity(step_s)
-
-    @cached_property
-    def _curves(self) -> Curves:
-        return Curves(self.workers, lambda workers, b: self.local_s(b, workers), most=2**24)
+Truth = SpeedModel | Bent
+"""How long workers compute and load, and what reductions add."""
 
 
 def slowed(model: SpeedModel, factors: ArrayLike) -> SpeedModel:
     """Return the cluster with each worker's compute times multiplied."""
     each = np.asarray(factors, dtype=np.float64)[:, None]
     return replace(model, fixed_s=model.fixed_s * each, per_sample_s=model.per_sample_s * each)
-
-
-def _some(values: Floats, workers: Ints | None) -> Floats:
-    return values if workers is None or values.ndim == 0 else values[workers]
