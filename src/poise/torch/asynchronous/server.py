@@ -34,7 +34,7 @@ from poise.torch.asynchronous.messages import NoMore
 from poise.torch.asynchronous.parameters import momentum_notice
 from poise.torch.asynchronous.role import ServerRole, Serving
 from poise.torch.asynchronous.saves import Saves
-from poise.torch.asynchronous.service import Pushed, Service
+from poise.torch.asynchronous.service import Pushed
 from poise.torch.checks import check_loader
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
@@ -107,7 +107,7 @@ class Server:
         if settings.record is not None:
             recorder = Recorder(settings.record, decides, mode=str(self.mode))
         desk = Desk(self._course, given, recorder, events)
-        self._served = ServedEpoch(desk, saves, serving, self.address)
+        self._served = ServedEpoch(desk, saves, serving)
         self._admission.open(desk)
         notice = momentum_notice(self.mode, given.optimizer, serving.workers)
         if notice:
@@ -163,10 +163,6 @@ class Server:
         why = "it was interrupted" if interrupted else f"{type(error).__name__}: {error}"
         self._admission.end(why)
 
-    def service(self) -> Service:
-        """Return what the server does, at this moment."""
-        return prepared(self._served, "service").desk.service(self.address)
-
 
 @dataclass(eq=False)
 class ServedEpoch:
@@ -178,7 +174,6 @@ class ServedEpoch:
     desk: Desk
     saves: Saves
     serving: Serving
-    address: str
     _shown_s: float = field(default_factory=time.monotonic)
     _saved_s: float = field(default_factory=time.monotonic)
 
@@ -210,7 +205,7 @@ class ServedEpoch:
         if now_s - self._shown_s >= show_every_s:
             self._shown_s = now_s
             if self.serving.show is not None:
-                self.serving.show(self.desk.service(self.address))
+                self.serving.show(self.desk.service())
         if now_s - self._saved_s >= save_every_s:
             self.saves.save()
             self._saved_s = time.monotonic()

@@ -170,8 +170,8 @@ class JoinedLoader:
             samples = handed.samples
             if samples is None:
                 assert isinstance(orders, KeyedOrders)
-                samples = samples_of(orders.at(handed.epoch), handed.ranges)
-            yield Cut(handed, handed.epoch, list(samples))
+                samples = samples_of(orders.at(handed.share.epoch), handed.share.ranges)
+            yield Cut(handed, handed.share.epoch, list(samples))
 
     def loading(self) -> Fetching:
         """Measure how long it takes."""
@@ -180,7 +180,7 @@ class JoinedLoader:
     def hand_out(self, batch: Handed, contents: Any) -> None:
         """Note what is computed next, and what its loss is divided by."""
         count = self._given.settings.count
-        divided_by = batch.count if count is None else float(count(contents))
+        divided_by = batch.share.samples if count is None else float(count(contents))
         self._exchange.hand_out(batch, contents, divided_by)
 
     def end(self) -> None:
