@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from poise.core.batch import steps_per_epoch
-from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
 from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
@@ -23,13 +21,13 @@ from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.records import Recorder
 from poise.runtime.checks import check_epoch
 from poise.runtime.clocks import host_stamp
-from poise.runtime.events import Closed, Events, Prepared, Preparing
+from poise.runtime.events import Closed, Events, Prepared
 from poise.runtime.orders import KeyedOrders
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.admission import Admission
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.desk import Desk
-from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepared
+from poise.torch.asynchronous.facts import ServedTraining, prepared
 from poise.torch.asynchronous.messages import NoMore
 from poise.torch.asynchronous.parameters import momentum_notice
 from poise.torch.asynchronous.role import ServerRole, Serving
@@ -42,20 +40,17 @@ from poise.torch.settings import TorchSettings
 _SHOW_S = 1.0
 
 
-class Server:
+class Server(ServedTraining):
     """The training as its server sees it."""
 
     worker = 0
-    noise: NoiseTrack | None = None
     learning_rate_factor = 1.0
 
     def __init__(self, role: ServerRole, settings: TorchSettings, events: Events) -> None:
         """Listen for workers; they wait until the script gets to its first pass."""
-        check_alone(settings)
+        super().__init__(settings, events)
         self.mode = role.mode
         self._serving = role.serving
-        self._settings = settings
-        self._events = events
         self._served: ServedEpoch | None = None
         """None until the script prepares its training."""
         self._course = Course()
@@ -90,12 +85,8 @@ class Server:
 
     def prepare(self, model: Any, optimizer: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
         """Take the script's model and optimizer as those of the training."""
-        if self._served is not None:
-            raise OutOfOrder("prepare was called before; make one Balancer per training")
+        given = self._first_given(self._served, model, optimizer, loader)
         settings, serving, events = self._settings, self._serving, self._events
-        events.train_here()
-        events.tell(Preparing(0, host_stamp()))
-        given = Given.checked(model, optimizer, loader, settings)
         length = len(given.orders)
         if loader.drop_last:
             check_epoch(length, settings.global_batch)
@@ -131,10 +122,6 @@ class Server:
     def micro_batches(self, batch: Any) -> Iterator[Part]:
         """Nothing is computed here."""
         raise OutOfOrder("a server computes no batches; take them from the prepared loader")
-
-    def mean(self, value: float | Tensor, count: float) -> float:
-        """Return the value: the server evaluates alone."""
-        return own_mean(value, count)
 
     def state_dict(self) -> Saved:
         """Return the place in the training, and what was learned of the workers."""
