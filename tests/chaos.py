@@ -73,7 +73,7 @@ def serve(mode: str, port: int, stop: str, report: int) -> None:
 
     def watched_push(self: AsyncEngine, worker: int, numbers: Any, **stated: Any) -> AsyncEngine:
         if mode == "async":
-            for share in self.shares(worker, numbers):
+            for share in self.member(worker).shares(numbers):
                 noted(share.ranges, share.epoch)
         return alone(self, worker, numbers, **stated)
 
@@ -96,7 +96,7 @@ def serve(mode: str, port: int, stop: str, report: int) -> None:
             if counts != Counter(range(SAMPLES))
         },
         "loss": loss,
-        "updates": balancer._training.service().updates,
+        "updates": balancer._training._course.engine.updates,
     }
     os.write(report, json.dumps(found).encode())
 

@@ -45,7 +45,7 @@ from poise.torch.asynchronous.desk import Desk
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
 from poise.torch.asynchronous.messages import About, Push, text_of
-from poise.torch.asynchronous.parameters import Applied, Parameters
+from poise.torch.asynchronous.parameters import Parameters
 from poise.torch.asynchronous.role import Serving, serving_as
 from poise.torch.asynchronous.server import Server
 from poise.torch.asynchronous.updates import OpenSteps, Updates
@@ -95,7 +95,7 @@ def train(
                 if schedule is not None:
                     schedule.step()
         training = balancer._training
-        served = training.service() if isinstance(training, Server) else None
+        served = shares.desk.service() if isinstance(training, Server) else None
         return weights(shared), seen, served
 
 
@@ -519,7 +519,7 @@ def _serve_until(recipe: Recipe, samples: int, schedule_of: Callable[[Any], Any]
         links.append(link)
         serve(self, link, worker, label)
 
-    def vanish(self: Parameters, gradient: Flat, *args: Any, **stated: Any) -> Applied:
+    def vanish(self: Parameters, gradient: Flat, *args: Any, **stated: Any) -> tuple[int, float]:
         if balancer.samples >= samples:
             for link in links:
                 link.close()
@@ -940,7 +940,7 @@ def test_a_server_listens_on_loopback_only() -> None:
 
 def push(
     held: Parameters, gradient: Flat, *, factor: float = 1.0, late: float = 0.0, part: float = 1.0
-) -> Applied:
+) -> tuple[int, float]:
     """Update weights by a gradient of all of them, computed with the first copy."""
     present, since = [True] * len(held.trained), (0,) * len(held.versions)
     return held.apply(gradient, present, since=since, factor=lambda _: factor, late=late, part=part)
@@ -987,7 +987,7 @@ def test_copies_are_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
     mine: Flat = held.buffer()
     while any(thread.is_alive() for thread in pushing):
-        versions = held.copy(mine).versions
+        versions, _, _ = held.copy(mine)
         for view, version in zip(mine.views, versions, strict=True):
             assert float(view.min()) == float(view.max()) == -version
     for thread in pushing:
@@ -1012,7 +1012,7 @@ def test_a_schedule_and_a_copy_see_the_users_own_rate() -> None:
         gradient, mine = held.buffer(), held.buffer()
         for _ in range(100):
             push(held, gradient, factor=0.25)
-            copied.append(held.copy(mine).rates)
+            copied.append(held.copy(mine)[1])
 
     copied: list[tuple[float, ...]] = []
     pushing = [threading.Thread(target=push_often) for _ in range(4)]
@@ -1033,14 +1033,14 @@ def test_staleness_is_counted_when_a_push_is_applied() -> None:
     held = Parameters([model], torch.optim.SGD(model.parameters(), 1.0), most_shards=1)
     gradient, mine = held.buffer(), held.buffer()
     gradient.views[0].fill_(1.0)
-    since = held.copy(mine).versions
+    since, _, _ = held.copy(mine)
     before = model.weight.detach().clone()
     for _ in range(3):
         push(held, held.buffer())  # of zeros
-    applied = held.apply(
+    staleness, _ = held.apply(
         gradient, [True], since=since, factor=lambda stale: 1 / (1 + stale), late=0, part=1.0
     )
-    assert applied.staleness == 3
+    assert staleness == 3
     assert torch.allclose(before - model.weight, torch.tensor(0.25))
 
 

@@ -92,7 +92,6 @@ def a_service(
     waiting_for: int = 0,
 ) -> Service:
     return Service(
-        address="127.0.0.1:29400",
         mode="stale:4",
         epoch=3,
         pushed=250,

@@ -211,10 +211,6 @@ class AsyncEngine:
         engine = revised(self, pool=pool, groups=groups, samples=samples)
         return engine._with(worker, out=out, tally=tally)
 
-    def shares(self, worker: int, numbers: Sequence[int]) -> tuple[Share, ...]:
-        """Return local batches that were handed to a worker, or raise if they were not."""
-        return self.member(worker).shares(numbers)
-
     def complete(self) -> int | None:
         """Return the next step that can be applied; None: it is not complete, or there is none."""
         first = min(self.groups, default=None)

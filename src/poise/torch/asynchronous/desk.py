@@ -18,15 +18,7 @@ from poise.torch.asynchronous.course import Course, Failed
 from poise.torch.asynchronous.facts import Given
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
-from poise.torch.asynchronous.messages import (
-    Begin,
-    Handed,
-    Leave,
-    NoMore,
-    Push,
-    Weights,
-    samples_of,
-)
+from poise.torch.asynchronous.messages import Begin, Handed, Leave, NoMore, Push, Weights
 from poise.torch.asynchronous.parameters import Parameters, momentum_notice
 from poise.torch.asynchronous.service import ServedWorker, Service
 from poise.torch.asynchronous.updates import Updates
@@ -75,17 +67,24 @@ class Desk:
         self._join(guest)
         try:
             while not guest.done:
-                self._answer(guest)
+                match link.listen():
+                    case Leave():
+                        guest.done = True
+                    case Begin() as asked:
+                        self._begin(guest, asked)
+                    case Push() as push:
+                        self._push(guest, push)
+                    case other:
+                        raise Disagreement(f"worker {worker} sent {type(other).__name__}")
         finally:
             self._leave(guest)
 
-    def service(self, address: str) -> Service:
-        """Return what the server at an address does, at this moment."""
+    def service(self) -> Service:
+        """Return what the server does, at this moment."""
         engine = self.course.engine
         split = engine.plan.split
         known = len(split) == len(engine.members)
         return Service(
-            address=address,
             mode=str(engine.mode),
             epoch=engine.epoch,
             pushed=engine.pool.pushed,
@@ -146,18 +145,6 @@ class Desk:
             self.events.tell(Lost(step, host_stamp(), guest.worker, why))
             _log.warning("worker %d is lost; %s", guest.worker, why)
 
-    def _answer(self, guest: Guest) -> None:
-        """Do what a worker asks for next."""
-        match guest.link.listen():
-            case Leave():
-                guest.done = True
-            case Begin() as asked:
-                self._begin(guest, asked)
-            case Push() as push:
-                self._push(guest, push)
-            case other:
-                raise Disagreement(f"worker {guest.worker} sent {type(other).__name__}")
-
     def _begin(self, guest: Guest, asked: Begin) -> None:
         """Give a worker its first local batches of an epoch, or more after all were given."""
         course, worker = self.course, guest.worker
@@ -209,13 +196,11 @@ class Desk:
 
     def _tell_no_more(self, guest: Guest) -> None:
         """Say that the epoch is over, or the training, or what went wrong."""
-        match self.course.ended:
-            case str() as reason:
-                guest.link.channel.tell({"failed": f"the server failed: {reason}"})
-            case NoMore() as done:
-                guest.link.say(done)
-            case None:
-                guest.link.say(NoMore(self.course.engine.epoch, done=False))
+        ended = self.course.ended
+        if isinstance(ended, str):
+            guest.link.channel.tell({"failed": f"the server failed: {ended}"})
+        else:
+            guest.link.say(ended or NoMore(self.course.engine.epoch, done=False))
 
     def _draw(self, worker: int, wanted: int) -> list[Share]:
         shares: list[Share] = []
@@ -236,29 +221,23 @@ class Desk:
     def _send_weights(
         self, guest: Guest, shares: Sequence[Share], queued_s: float, *, counted: bool = False
     ) -> None:
-        copied = self.parameters.copy(guest.weights)
-        with self.course.changing():
-            engine = self.course.engine
+        course = self.course
+        versions, rates, waited_s = self.parameters.copy(guest.weights)
+        with course.changing():
+            engine = course.engine
             said = Weights(
-                handed=tuple(self._handed(share) for share in shares),
-                versions=copied.versions,
-                rates=copied.rates,
+                handed=tuple(Handed.of(each, course.global_batch, course.order) for each in shares),
+                versions=versions,
+                rates=rates,
                 factor=self._updates.factors[guest.worker],
                 samples=engine.samples,
                 dropped=engine.member(guest.worker).tally.dropped,
                 split=engine.plan.split,
-                queued_s=queued_s + copied.waited_s,
+                queued_s=queued_s + waited_s,
                 counted=counted,
             )
         guest.link.say(said)
         guest.link.send(guest.weights.bytes)
-
-    def _handed(self, share: Share) -> Handed:
-        """Return a local batch as it travels."""
-        course = self.course
-        samples = None if course.order is None else samples_of(course.order, share.ranges)
-        planned = round(share.part * course.global_batch)
-        return Handed(share.number, share.epoch, share.ranges, planned, samples)
 
     def _record(self, decided: Round | None) -> None:
         if decided is None:

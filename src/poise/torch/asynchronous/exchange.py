@@ -72,7 +72,7 @@ class ServerExchange:
         under_way.settle(leaving=False)
         self._notices.of_rates(self._replica.stated_rates, self._replica.rates)
         self.measuring.begin(under_way.steps, handed, contents, fresh=not under_way.numbers)
-        under_way.add(handed.number, count)
+        under_way.add(handed.share.number, count)
 
     def close(self) -> None:
         """Let go of the loop, once the connection is closed."""

@@ -1,4 +1,4 @@
-"""What must be alike on a server and its workers, and what does not go with a server."""
+"""What is alike on a server and its workers, and what does not go with a server."""
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from poise.core.noise import NoiseTrack
 from poise.errors import InvalidSetting, OutOfOrder
+from poise.runtime.clocks import host_stamp
 from poise.runtime.control import checked_mean
+from poise.runtime.events import Events, Preparing
 from poise.runtime.orders import Orders
 from poise.runtime.settings import Settings
 from poise.torch.checks import (
@@ -130,10 +133,30 @@ class Given:
         return next(p.device for m in self.models for p in m.parameters() if p.requires_grad)
 
 
-def own_mean(value: float | Tensor, count: float) -> float:
-    """Return a process's own value, NaN where nothing counts."""
-    number, counted = checked_mean(value, count)
-    return number if counted else float("nan")
+class ServedTraining:
+    """What the training of a server and that of its workers have in common."""
+
+    noise: NoiseTrack | None = None
+
+    def __init__(self, settings: TorchSettings, events: Events) -> None:
+        check_alone(settings)
+        self._settings = settings
+        self._events = events
+
+    def mean(self, value: float | Tensor, count: float) -> float:
+        """Return a process's own value, NaN where nothing counts: nothing is called together."""
+        number, counted = checked_mean(value, count)
+        return number if counted else float("nan")
+
+    def _first_given(
+        self, before: object, model: Any, optimizer: Any, loader: DataLoader[Any]
+    ) -> Given:
+        """Return what prepare was given, or raise if something was prepared before."""
+        if before is not None:
+            raise OutOfOrder("prepare was called before; make one Balancer per training")
+        self._events.train_here()
+        self._events.tell(Preparing(0, host_stamp()))
+        return Given.checked(model, optimizer, loader, self._settings)
 
 
 def prepared(training: T | None, call: str) -> T:

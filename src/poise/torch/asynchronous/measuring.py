@@ -53,10 +53,9 @@ class Measuring:
 
     def begin(self, step: int, handed: Handed, contents: Any, *, fresh: bool) -> None:
         """The loop gets a local batch."""
-        samples, fetching = handed.count, self.fetching
-        batch = Batch(step, handed.epoch, 0, (samples,))
-        stamp, whole = self._stopwatch.stamp(), samples == handed.planned
-        told = (batch, samples, whole, contents, fetching.asked_s, fetching.fetch_s)
+        samples, fetching = handed.share.samples, self.fetching
+        batch, stamp = Batch(step, handed.share.epoch, 0, (samples,)), self._stopwatch.stamp()
+        told = (batch, samples, handed.whole, contents, fetching.asked_s, fetching.fetch_s)
         self._events.tell(HandedOut(step, stamp, *told, self._graphs.changed(), fresh))
         self._batches.append(batch)
 

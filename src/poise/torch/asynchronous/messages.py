@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from poise.core.order import DrawnOrder, Order
 from poise.core.plain import from_plain, to_plain
-from poise.engine.pool import Ranges, count_of
+from poise.engine.member import Share
+from poise.engine.pool import Ranges
 from poise.engine.round import Report
 from poise.errors import Disagreement, StateMismatch
 
@@ -71,18 +72,17 @@ class Push:
 class Handed:
     """A local batch as it travels."""
 
-    number: int
-    epoch: int
-    ranges: Ranges
-    planned: int
-    """How many samples the plan says; the last of an epoch may have fewer."""
+    share: Share
+    whole: bool
+    """Whether it has as many samples as the plan says; the last of an epoch may have fewer."""
     samples: tuple[int, ...] | None
     """Its samples, where the order is not one that every worker can compute."""
 
-    @property
-    def count(self) -> int:
-        """How many samples it has."""
-        return count_of(self.ranges)
+    @staticmethod
+    def of(share: Share, global_batch: int, order: Order | DrawnOrder | None) -> "Handed":
+        """Return a local batch of a global batch, with samples if there is an order to tell."""
+        whole = share.samples == round(share.part * global_batch)
+        return Handed(share, whole, None if order is None else samples_of(order, share.ranges))
 
 
 @dataclass(frozen=True)
@@ -122,26 +122,18 @@ class NoMore:
     """Whether the training is over."""
 
 
-KINDS: dict[str, type] = {
-    "about": About,
-    "begin": Begin,
-    "push": Push,
-    "leave": Leave,
-    "weights": Weights,
-    "no_more": NoMore,
-}
 Message = About | Begin | Push | Leave | Weights | NoMore
+_KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 
 
 def text_of(message: Message) -> dict[str, Any]:
     """Return a message as it travels."""
-    name = next(name for name, kind in KINDS.items() if type(message) is kind)
-    return {name: to_plain(message)}
+    return {type(message).__name__.lower(): to_plain(message)}
 
 
 def message_of(text: Mapping[str, Any]) -> Message:
     """Return the message that a text holds, or raise."""
-    for name, kind in KINDS.items():
+    for name, kind in _KINDS.items():
         if name in text:
             try:
                 message: Message = from_plain(kind, text[name])

@@ -68,26 +68,6 @@ def momentum_notice(mode: Async | Stale, optimizer: Optimizer, workers: int) -> 
     )
 
 
-@dataclass(frozen=True)
-class Copied:
-    """What a copy of the weights is of."""
-
-    versions: Versions
-    rates: tuple[float, ...]
-    """The learning rates of then, by group."""
-    waited_s: float
-    """Seconds until all shards had been free."""
-
-
-@dataclass(frozen=True)
-class Applied:
-    """What became of a gradient."""
-
-    staleness: int
-    """Updates since the copy that it was computed with, the most over the shards."""
-    waited_s: float
-
-
 class Parameters:
     """What the server's optimizer trains."""
 
@@ -122,8 +102,12 @@ class Parameters:
         """Return how many updates came after a copy with these versions."""
         return max(now - then for now, then in zip(self.versions, versions, strict=True))
 
-    def copy(self, into: Flat) -> Copied:
-        """Copy the weights."""
+    def copy(self, into: Flat) -> tuple[Versions, tuple[float, ...], float]:
+        """Copy the weights.
+
+        Returns their versions, the learning rates of then by group, and the seconds of waiting
+        until all shards had been free.
+        """
         waited_s, versions = 0.0, []
         rates: tuple[float, ...] = ()
         for shard in self._shards:
@@ -134,7 +118,7 @@ class Parameters:
             waited_s += queued_s
         with self._merging:
             into.read(self.statistics, len(self.trained))
-        return Copied(tuple(versions), rates, waited_s)
+        return tuple(versions), rates, waited_s
 
     def apply(
         self,
@@ -145,7 +129,7 @@ class Parameters:
         factor: Callable[[int], float],
         late: float,
         part: float,
-    ) -> Applied:
+    ) -> tuple[int, float]:
         """Update the weights once.
 
         Args:
@@ -155,6 +139,8 @@ class Parameters:
             factor: what the learning rate is multiplied by, at a staleness.
             late: the staleness of gradients on average, which acts like momentum.
             part: how much the statistics count.
+
+        Returns the updates since that copy, the most over the shards, and the seconds of waiting.
         """
         waited_s, staleness = 0.0, 0
         for number, (shard, then) in enumerate(zip(self._shards, since, strict=True)):
@@ -176,7 +162,7 @@ class Parameters:
             staleness = max(staleness, stale)
         self._merge(gradient.views[len(self.trained) :], part)
         mark_stepped(self.optimizer)
-        return Applied(staleness, waited_s)
+        return staleness, waited_s
 
     def follow(self) -> None:
         """Let the learning rates follow, as before an update."""

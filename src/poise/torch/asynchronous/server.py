@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from poise.core.batch import steps_per_epoch
-from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
 from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
@@ -23,18 +21,18 @@ from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.records import Recorder
 from poise.runtime.checks import check_epoch
 from poise.runtime.clocks import host_stamp
-from poise.runtime.events import Closed, Events, Prepared, Preparing
+from poise.runtime.events import Closed, Events, Prepared
 from poise.runtime.orders import KeyedOrders
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.admission import Admission
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.desk import Desk
-from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepared
+from poise.torch.asynchronous.facts import ServedTraining, prepared
 from poise.torch.asynchronous.messages import NoMore
 from poise.torch.asynchronous.parameters import momentum_notice
 from poise.torch.asynchronous.role import ServerRole, Serving
 from poise.torch.asynchronous.saves import Saves
-from poise.torch.asynchronous.service import Pushed, Service
+from poise.torch.asynchronous.service import Pushed
 from poise.torch.checks import check_loader
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
@@ -42,20 +40,17 @@ from poise.torch.settings import TorchSettings
 _SHOW_S = 1.0
 
 
-class Server:
+class Server(ServedTraining):
     """The training as its server sees it."""
 
     worker = 0
-    noise: NoiseTrack | None = None
     learning_rate_factor = 1.0
 
     def __init__(self, role: ServerRole, settings: TorchSettings, events: Events) -> None:
         """Listen for workers; they wait until the script gets to its first pass."""
-        check_alone(settings)
+        super().__init__(settings, events)
         self.mode = role.mode
         self._serving = role.serving
-        self._settings = settings
-        self._events = events
         self._served: ServedEpoch | None = None
         """None until the script prepares its training."""
         self._course = Course()
@@ -90,12 +85,8 @@ class Server:
 
     def prepare(self, model: Any, optimizer: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
         """Take the script's model and optimizer as those of the training."""
-        if self._served is not None:
-            raise OutOfOrder("prepare was called before; make one Balancer per training")
+        given = self._first_given(self._served, model, optimizer, loader)
         settings, serving, events = self._settings, self._serving, self._events
-        events.train_here()
-        events.tell(Preparing(0, host_stamp()))
-        given = Given.checked(model, optimizer, loader, settings)
         length = len(given.orders)
         if loader.drop_last:
             check_epoch(length, settings.global_batch)
@@ -107,7 +98,7 @@ class Server:
         if settings.record is not None:
             recorder = Recorder(settings.record, decides, mode=str(self.mode))
         desk = Desk(self._course, given, recorder, events)
-        self._served = ServedEpoch(desk, saves, serving, self.address)
+        self._served = ServedEpoch(desk, saves, serving)
         self._admission.open(desk)
         notice = momentum_notice(self.mode, given.optimizer, serving.workers)
         if notice:
@@ -131,10 +122,6 @@ class Server:
     def micro_batches(self, batch: Any) -> Iterator[Part]:
         """Nothing is computed here."""
         raise OutOfOrder("a server computes no batches; take them from the prepared loader")
-
-    def mean(self, value: float | Tensor, count: float) -> float:
-        """Return the value: the server evaluates alone."""
-        return own_mean(value, count)
 
     def state_dict(self) -> Saved:
         """Return the place in the training, and what was learned of the workers."""
@@ -163,10 +150,6 @@ class Server:
         why = "it was interrupted" if interrupted else f"{type(error).__name__}: {error}"
         self._admission.end(why)
 
-    def service(self) -> Service:
-        """Return what the server does, at this moment."""
-        return prepared(self._served, "service").desk.service(self.address)
-
 
 @dataclass(eq=False)
 class ServedEpoch:
@@ -178,7 +161,6 @@ class ServedEpoch:
     desk: Desk
     saves: Saves
     serving: Serving
-    address: str
     _shown_s: float = field(default_factory=time.monotonic)
     _saved_s: float = field(default_factory=time.monotonic)
 
@@ -210,7 +192,7 @@ class ServedEpoch:
         if now_s - self._shown_s >= show_every_s:
             self._shown_s = now_s
             if self.serving.show is not None:
-                self.serving.show(self.desk.service(self.address))
+                self.serving.show(self.desk.service())
         if now_s - self._saved_s >= save_every_s:
             self.saves.save()
             self._saved_s = time.monotonic()

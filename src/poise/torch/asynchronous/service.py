@@ -34,7 +34,6 @@ class ServedWorker:
 class Service:
     """A server, at one moment."""
 
-    address: str
     mode: str
     epoch: int
     pushed: int

@@ -11,7 +11,7 @@ from poise.engine.modes import Stale
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.messages import Push
-from poise.torch.asynchronous.parameters import Applied, Parameters
+from poise.torch.asynchronous.parameters import Parameters
 
 
 class Updates:
@@ -50,14 +50,14 @@ class Updates:
 
     def _push_alone(self, worker: int, push: Push, gradient: Flat, *, finite: bool) -> float:
         start_s = time.perf_counter()
-        course, applied = self._course, Applied(0, 0.0)
+        course, staleness, waited_s = self._course, 0, 0.0
         with course.updating():
             queued_s = time.perf_counter() - start_s
             engine = course.engine
-            share = engine.shares(worker, push.numbers)[-1]
+            share = engine.member(worker).shares(push.numbers)[-1]
             if finite:
                 with course.own_errors():
-                    applied = self._parameters.apply(
+                    staleness, waited_s = self._parameters.apply(
                         gradient,
                         [each == "1" for each in push.present],
                         since=push.versions,
@@ -67,17 +67,17 @@ class Updates:
                     )
             with course.changing():  # not where that failed: what was not applied does not count
                 course.engine = course.engine.pushed(
-                    worker, push.numbers, finite=finite, staleness=applied.staleness
+                    worker, push.numbers, finite=finite, staleness=staleness
                 )
-        self.factors[worker] = engine.factor(share, applied.staleness)
-        return queued_s + applied.waited_s
+        self.factors[worker] = engine.factor(share, staleness)
+        return queued_s + waited_s
 
     def _push_to_step(self, worker: int, push: Push, gradient: Flat, *, finite: bool) -> float:
         start_s = time.perf_counter()
         course = self._course
         with course.changing():
             queued_s = time.perf_counter() - start_s
-            (share, *_) = course.engine.shares(worker, push.numbers)
+            (share, *_) = course.engine.member(worker).shares(push.numbers)
             if finite:
                 self._steps.add(share.step, worker, gradient, push)
             course.engine = course.engine.pushed(worker, push.numbers, finite=finite)

@@ -4,22 +4,20 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from poise import __version__
 from poise.core.batch import steps_per_epoch
-from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
-from poise.errors import InvalidSetting, OutOfOrder
+from poise.errors import InvalidSetting
 from poise.runtime.batches import Cut
 from poise.runtime.clocks import host_stamp
-from poise.runtime.events import Events, Prepared, Preparing
+from poise.runtime.events import Events, Prepared
 from poise.runtime.orders import KeyedOrders
 from poise.runtime.session import Fetching
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.exchange import ServerExchange
-from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepared
+from poise.torch.asynchronous.facts import Given, ServedTraining, prepared
 from poise.torch.asynchronous.joining import Joining
 from poise.torch.asynchronous.messages import About, Handed, Weights, samples_of
 from poise.torch.asynchronous.role import WorkerRole
@@ -30,16 +28,12 @@ from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
 
 
-class JoinedWorker:
+class JoinedWorker(ServedTraining):
     """The training as one of the server's workers sees it."""
-
-    noise: NoiseTrack | None = None
 
     def __init__(self, role: WorkerRole, settings: TorchSettings, events: Events) -> None:
         """Knock at the server's door."""
-        check_alone(settings)
-        self._events = events
-        self._settings = settings
+        super().__init__(settings, events)
         mode = None if role.mode is None else str(role.mode)
         about = About(__version__, mode, role.number, socket.gethostname())
         self._joining = Joining(role.address, about)
@@ -73,11 +67,7 @@ class JoinedWorker:
 
     def prepare(self, model: Any, optimizer: Any, loader: DataLoader[Any]) -> tuple[Any, Any, Any]:
         """Join the training: the server must have the same model, optimizer and data."""
-        if self._exchange is not None:
-            raise OutOfOrder("prepare was called before; make one Balancer per training")
-        self._events.train_here()
-        self._events.tell(Preparing(0, host_stamp()))
-        given = Given.checked(model, optimizer, loader, self._settings)
+        given = self._first_given(self._exchange, model, optimizer, loader)
         epoch = self._joining.enter(given)
         self._exchange = ServerExchange(self._joining, given, epoch, self._events)
         told = (None, given.models, [given.optimizer], False, lead(loader))
@@ -103,10 +93,6 @@ class JoinedWorker:
             'micro_batches belong to mode="sync"; with a server, let the local batch fit into '
             "memory: lower global_batch, or bound it by Auto(bounds=Bounds(max_batch=...))"
         )
-
-    def mean(self, value: float | Tensor, count: float) -> float:
-        """Return the value: nothing is called together."""
-        return own_mean(value, count)
 
     def state_dict(self) -> Saved:
         """Return an empty state: the server's counts."""
@@ -170,8 +156,8 @@ class JoinedLoader:
             samples = handed.samples
             if samples is None:
                 assert isinstance(orders, KeyedOrders)
-                samples = samples_of(orders.at(handed.epoch), handed.ranges)
-            yield Cut(handed, handed.epoch, list(samples))
+                samples = samples_of(orders.at(handed.share.epoch), handed.share.ranges)
+            yield Cut(handed, handed.share.epoch, list(samples))
 
     def loading(self) -> Fetching:
         """Measure how long it takes."""
@@ -180,7 +166,7 @@ class JoinedLoader:
     def hand_out(self, batch: Handed, contents: Any) -> None:
         """Note what is computed next, and what its loss is divided by."""
         count = self._given.settings.count
-        divided_by = batch.count if count is None else float(count(contents))
+        divided_by = batch.share.samples if count is None else float(count(contents))
         self._exchange.hand_out(batch, contents, divided_by)
 
     def end(self) -> None:
