@@ -20,9 +20,12 @@ Worker 0 may absorb what has arrived at any time before the yield. It lets the e
 `start_step`, and passes the plan to `decide` at once.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from poise.core.batch import Batch
+from poise.core.plain import from_plain, to_plain
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
 from poise.engine.rhythm import SELDOM, is_due, next_due
@@ -141,9 +144,39 @@ class Announcements:
         start_step = max(plan.start_step, aborted.start_step)
         return revised(aborted, decided=replace(plan, start_step=start_step))
 
-    def resume(self, step: int, timetable: Timetable) -> "Announcements":
+    def resume(
+        self, step: int, timetable: Timetable, decided: Plan | None = None
+    ) -> "Announcements":
         """Return what follows when training goes on at another step, or with other workers.
 
         Everything is forgotten: it is about steps that were not made, or about other workers.
         """
-        return Announcements(timetable, self.delay, self.lag, first_step=step, next_step=step)
+        return Announcements(
+            timetable, self.delay, self.lag, first_step=step, next_step=step, decided=decided
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values that survive JSON, for another worker to go on with.
+
+        What plans predict is left out: no step depends on it.
+        """
+        state: dict[str, Any] = to_plain(
+            revised(
+                self,
+                timetable=Timetable(tuple(_bare(plan) for plan in self.timetable.plans)),
+                posted=tuple(
+                    replace(each, plan=each.plan and _bare(each.plan)) for each in self.posted
+                ),
+                decided=self.decided and _bare(self.decided),
+            )
+        )
+        return state
+
+    @staticmethod
+    def from_state_dict(state: Mapping[str, Any]) -> "Announcements":
+        """Return the value that `state_dict` made plain, or raise StateMismatch."""
+        return from_plain(Announcements, state)
+
+
+def _bare(plan: Plan) -> Plan:
+    return replace(plan, forecast=None)
