@@ -6,6 +6,7 @@ subscribes to `events`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +19,10 @@ from poise.engine.progress import Progress
 from poise.engine.rhythm import delay
 from poise.engine.start_step import Announcements
 from poise.errors import OutOfOrder, PoiseError
-from poise.runtime.batches import Place
 from poise.runtime.clocks import Clock, HostClock, Stamp, Stopwatch, Waits
 from poise.runtime.events import (
     Applied,
-    Applying,
     Closed,
-    Disturbed,
     Events,
     HandedOut,
     PassBegan,
@@ -38,6 +36,8 @@ from poise.runtime.peers import Peers
 from poise.runtime.rendezvous import Rendezvous
 from poise.runtime.rows import Reporter
 from poise.runtime.settings import Settings
+
+_UNMEASURED = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Session:
         step = self.progress.step if batch is None else batch.step
         return kind(step, self.stopwatch.stamp(), *facts)
 
-    def begin_pass(self, *, anew: bool = False) -> Place:
+    def begin_pass(self, *, anew: bool = False) -> Progress:
         """A pass over the training data begins; return where.
 
         It goes on where training stands; anew, with the next epoch if this one was left early.
@@ -125,10 +125,17 @@ class Session:
         if anew and self.progress.position:
             self.progress = self.progress.next_epoch()
         self.progress = self.progress.begin_pass()
-        epoch, position, step = self.progress.epoch, self.progress.position, self.progress.step
-        self.events.tell(self.stamped(PassBegan, epoch, position))
-        self.exchange.begin_pass(step)
-        return Place(epoch, position, step)
+        self.events.tell(self.stamped(PassBegan, self.progress.epoch, self.progress.position))
+        self.exchange.begin_pass(self.progress.step)
+        return self.progress
+
+    def await_plan(self, step: int) -> Plan:
+        """Return the plan of a step that is about to be cut, once it is known."""
+        return self.exchange.await_plan(step)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Surround the fetching of a batch: measure how long it takes, if anybody wants to know."""
+        return _UNMEASURED if self.exchange.silent else self.fetching
 
     def end_pass(self, position: int) -> None:
         """A pass is over; so is the epoch, if its samples up to this position are consumed."""
@@ -165,10 +172,6 @@ class Session:
         self.peers.counts.begin(batch, contents)
         exchange.handed_out(batch)
 
-    def disturb(self) -> None:
-        """Something that is no training step runs between two of them."""
-        self.events.tell(self.stamped(Disturbed))
-
     def reducing(self) -> Batch:
         """A gradient is about to be summed over the workers; return the batch that it is of."""
         batch = self.progress.batch_to_reduce()
@@ -182,10 +185,6 @@ class Session:
         self.progress = self.progress.reduced(worth)
         if self.events.heard(Reduced):
             self.events.tell(Reduced(step, stamp or self.stopwatch.stamp(), weights))
-
-    def applying(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradient."""
-        self.events.tell(self.stamped(Applying, optimizer))
 
     def applied(self, optimizer: Any) -> None:
         """An optimizer has used the gradient; raise if it was not that of the global batch."""

@@ -1,9 +1,8 @@
 """What a user may state when a Balancer is made, checked before anything starts."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from poise.core.learning_rate import RULES, unknown_rule
 from poise.core.order import check_seed
@@ -12,9 +11,11 @@ from poise.engine.modes import Mode, mode_of
 from poise.errors import InvalidSetting
 from poise.numbers import is_number, is_whole
 from poise.policy import Policy, policy_named
-from poise.runtime.batches import Idle, Source
 from poise.runtime.counts import CountFunction
 from poise.runtime.slicing import Slicer
+
+Idle = Literal["empty", "repeat"]
+"""What a worker without a sample gets: an empty batch, or a sample twice at weight 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class Settings:
     idle: Idle = "empty"
     hang_s: float | None = None
     record: str | PathLike[str] | None = None
-    source: Callable[[Source], Source] = lambda source: source
-    """Returns where training takes its batches from, for where it would."""
+    reverse: bool = False
+    """Whether the samples of each share come in reversed order; no user states it."""
 
     def __post_init__(self) -> None:
         if not is_number_of_samples(self.global_batch):

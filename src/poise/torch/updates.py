@@ -77,7 +77,7 @@ class Updates:
             rates.restore()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._session.applying(optimizer)
+        self._session.events.tell(self._session.stamped(Applying, optimizer))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         try:

@@ -149,8 +149,7 @@ class JoinedLoader:
         self.dataset = given.loader.dataset
         self._exchange = exchange
         self._given = given
-        seed, slicer = given.settings.seed, given.settings.slicer
-        self._loader = ShareLoader(given.loader, self, seed=seed, slicer=slicer)
+        self._loader = ShareLoader(given.loader, self, given.settings)
 
     def __len__(self) -> int:
         """Global batches of an epoch; this worker's batches are as many as it manages."""
