@@ -47,19 +47,14 @@ class Equipment:
     clock: Clock
     """Of the device that computes."""
     meter: Meter
-    norms: Reporter | None = None
-    """What looks at gradients; None unless the global batch may move."""
+    norms: Sequence[Reporter] = ()
+    """What looks at gradients; nothing unless the global batch may move."""
     lead: int = 0
     """How many steps its loader runs ahead."""
     usable: Callable[[], bool]
     """Whether there is a gradient that an optimizer could still use: finite, and not cleared."""
     compiled: Callable[[], bool] = lambda: False
     """Whether a compiler was at work since this was last asked."""
-
-    @property
-    def reporters(self) -> list[Reporter]:
-        """What makes up a row."""
-        return [self.meter, *([] if self.norms is None else [self.norms])]
 
 
 class Session:
@@ -105,8 +100,7 @@ class Session:
         """Take what the adapter brings; all workers call it together."""
         self._equipment = equipment
         self.stopwatch.clock = equipment.clock
-        announcements = _agreed(self, equipment, self.first_plans, 0)
-        self._exchange = _exchange(self, self.engine, equipment, announcements)
+        self._exchange = _exchange(self, equipment, self.engine, self.first_plans, 0)
         if not self._exchange.silent:
             equipment.meter.listen(self.events)
 
@@ -225,8 +219,7 @@ class Session:
         gain, *split = said[0]  # worker 0 alone decides
         self.plan = replace(plan, split=tuple(int(each) for each in split), gain=gain)
         timetable = before.announcements.timetable.announce(self.plan)
-        announcements = _agreed(self, self._equipment, timetable, step)
-        self._exchange = _exchange(self, engine, self._equipment, announcements)
+        self._exchange = _exchange(self, self._equipment, engine, timetable, step)
         known = before.engine if generation.worker == 0 else None
         told = (known, change, step, self.plan)
         self.events.tell(Resumed(step, self.stopwatch.stamp(), *told))
@@ -274,28 +267,19 @@ def _started(settings: Settings, generation: Generation) -> tuple[Timetable, Eng
     ).start()
 
 
-def _agreed(
-    session: Session, equipment: Equipment, timetable: Timetable, step: int
-) -> Announcements:
-    """Return announcements from a step on, for the largest lead and lag of all workers."""
-    table = session.peers.control.table([equipment.lead, equipment.meter.lag], "prepare")
-    lead, lag = (int(max(column)) for column in zip(*table, strict=True))
-    return Announcements(timetable, delay(lead), lag, first_step=step, next_step=step)
-
-
 def _exchange(
-    session: Session, engine: Engine, equipment: Equipment, announcements: Announcements
+    session: Session, equipment: Equipment, engine: Engine, timetable: Timetable, step: int
 ) -> Exchange:
-    """Return what learns of a session's steps; one worker has nothing to share."""
-    peers = session.peers
-    learns = engine.policy.online and peers.generation.workers > 1
+    """Return what learns from a step on, for the largest lead and lag of all workers."""
+    table = session.peers.control.table([equipment.lead, equipment.clock.lag], "prepare")
+    lead, lag = (int(max(column)) for column in zip(*table, strict=True))
+    learns = engine.policy.online and session.generation.workers > 1  # one has nothing to share
+    announcements = Announcements(timetable, delay(lead), lag, first_step=step, next_step=step)
     return Exchange(
-        peers.generation.collectives,
-        peers.liveness,
-        session.events,
+        session.peers,
         session.stopwatch,
         engine=engine,
         announcements=announcements,
-        reporters=equipment.reporters,
-        silent=not (session.settings.recorded or learns or engine.adapt is not None),
+        reporters=[equipment.meter, *equipment.norms],
+        silent=not (learns or session.settings.record is not None or engine.adapt is not None),
     )

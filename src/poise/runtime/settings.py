@@ -54,11 +54,6 @@ class Settings:
                 raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
         check_seed(self.seed)
 
-    @property
-    def recorded(self) -> bool:
-        """Whether a record is written."""
-        return self.record is not None
-
 
 def as_held(
     *, policy: object, mode: object, adapt: object, rate: Any, scaler: Any, **others: Any

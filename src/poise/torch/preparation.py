@@ -78,10 +78,10 @@ def equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
         peers.generation = replace(peers.generation, gradients=groups.gradients(devices))
     sharers = peers.introduce(member_on(device))
     clock, guard = clock_of(device), Guard(memory_of(device, sharers))
-    norms = None
+    norms = []
     if settings.adapt is not None:
-        norms = Norms(clock, device, peers, settings.scaler)
-        norms.listen(session.events)
+        norms = [Norms(clock, device, peers, settings.scaler)]
+        norms[0].listen(session.events)
     session.equip(
         Equipment(
             clock=clock,
@@ -117,5 +117,5 @@ def evaluation_loader(session: Session, loader: DataLoader[Any]) -> ShareLoader 
     settings, evaluation = session.settings, Evaluation(session, loader.batch_size)
     if is_stream(loader):
         return StreamLoader(loader, StreamBatches(evaluation), settings.slicer)
-    orders = orders_of(loader, settings.seed, session.peers.control)
+    orders = orders_of(loader, settings.seed, session.peers.control.drawn)
     return ShareLoader(loader, MapBatches(evaluation, orders, drop_last=loader.drop_last), settings)

@@ -1,8 +1,8 @@
 """What must be alike on a server and its workers, and what does not go with a server."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from poise.errors import InvalidSetting, OutOfOrder
+from poise.errors import InvalidSetting
 from poise.runtime.control import checked_mean
 from poise.runtime.orders import Orders
 from poise.runtime.settings import Settings
@@ -25,8 +25,6 @@ from poise.torch.checks import (
 )
 from poise.torch.orders import orders_of
 from poise.torch.settings import TorchSettings
-
-T = TypeVar("T")
 
 
 def check_alone(settings: TorchSettings) -> None:
@@ -75,14 +73,9 @@ def check_servable(optimizers: Sequence[Optimizer], loader: DataLoader[Any]) -> 
         )
 
 
-class DrawnAlone:
-    """Stands where workers draw an order together: the server draws it by itself."""
-
-    worker = 0
-
-    def numbers(self, mine: NDArray[np.int64], doing: str) -> NDArray[np.int64]:
-        """Return the own numbers."""
-        return mine
+def drawn_alone(draw: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Draw where workers would draw an order together: the server does it by itself."""
+    return draw()
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,7 @@ class Given:
         check_loader(loader)
         check_servable(optimizers, loader)
         (trains,) = optimizers
-        orders = orders_of(loader, settings.seed, DrawnAlone())
+        orders = orders_of(loader, settings.seed, drawn_alone)
         facts: dict[str, object] = {
             "global_batch": settings.global_batch,
             "seed": settings.seed,
@@ -134,10 +127,3 @@ def own_mean(value: float | Tensor, count: float) -> float:
     """Return a process's own value, NaN where nothing counts."""
     number, counted = checked_mean(value, count)
     return number if counted else float("nan")
-
-
-def prepared(training: T | None, call: str) -> T:
-    """Return what prepare makes, or raise if it was not called yet."""
-    if training is None:
-        raise OutOfOrder(f"{call} needs the data set; call prepare first")
-    return training

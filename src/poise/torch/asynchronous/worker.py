@@ -19,12 +19,12 @@ from poise.runtime.orders import KeyedOrders
 from poise.runtime.session import Fetching
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.exchange import ServerExchange
-from poise.torch.asynchronous.facts import Given, check_alone, own_mean, prepared
+from poise.torch.asynchronous.facts import Given, check_alone, own_mean
 from poise.torch.asynchronous.joining import Joining
 from poise.torch.asynchronous.messages import About, Handed, Weights, samples_of
 from poise.torch.asynchronous.role import WorkerRole
 from poise.torch.asynchronous.service import Pushed
-from poise.torch.checks import check_loader
+from poise.torch.checks import check_loader, prepared
 from poise.torch.loader import ShareLoader, lead
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
