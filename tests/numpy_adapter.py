@@ -20,7 +20,6 @@ from poise.runtime.generation import Generation, Member
 from poise.runtime.memory import Guard, HostMemory
 from poise.runtime.meter import Meter
 from poise.runtime.orders import KeyedOrders
-from poise.runtime.passes import TrainingPass
 from poise.runtime.recording import Recording
 from poise.runtime.saved import load_state, saved_state
 from poise.runtime.session import Equipment, Session
@@ -89,14 +88,7 @@ class NumpyTraining:
 
     def batches(self) -> Iterator[tuple[Floats, Floats, list[int]]]:
         """Yield this worker's share of each global batch, and which samples it is."""
-        source = self.session.settings.source(
-            MapBatches(
-                TrainingPass(self.session),
-                self.orders,
-                self.session.peers,
-                drop_last=False,
-            )
-        )
+        source = MapBatches(self.session, self.orders, drop_last=False)
         for cut in ahead(source.begin(), self._lead):
             with source.loading():
                 samples = [] if cut.emptied else cut.samples

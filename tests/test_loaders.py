@@ -191,8 +191,8 @@ def test_a_random_sampler_of_every_sample_once_gives_way_to_our_own_order(
     stated: Any, kind: type[Any]
 ) -> None:
     loader = DataLoader(Numbered(), 8, sampler=RandomSampler(Numbered(), **stated))
-    control: Any = None  # nothing is drawn here
-    assert isinstance(orders_of(loader, seed=0, control=control), kind)
+    drawing: Any = None  # nothing is drawn here
+    assert isinstance(orders_of(loader, seed=0, drawing=drawing), kind)
 
 
 @pytest.mark.parametrize("name", ["weighted", "own seed", "replacement", "curriculum"])

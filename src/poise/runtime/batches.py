@@ -2,55 +2,55 @@
 
 Of a map (epoch, step, indices, emptied), cut out of one global order; of a stream (epoch, step,
 counts), of which every worker reads its own part and nobody knows beforehand how long that is.
-Both go by a `Pass`, of a training or of an evaluation.
+Both are steps of a training, by its `Session`, or of an `Evaluation`.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import count
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from poise.core.batch import Batch, batches, steps_per_epoch
 from poise.core.order import DrawnOrder, Order
 from poise.core.plan import Plan
+from poise.core.revised import revised
+from poise.engine.progress import Progress
+from poise.runtime.events import Disturbed
 from poise.runtime.orders import Orders
-from poise.runtime.peers import Peers
-
-Idle = Literal["empty", "repeat"]
-"""What a worker without a sample gets: an empty batch, or a sample twice at weight 0."""
+from poise.runtime.session import Session
+from poise.runtime.settings import Arrangement, Idle
 
 
-class Place(NamedTuple):
-    """Where a pass begins."""
+class Evaluation:
+    """The steps of an evaluation, by the shares of the plan in effect: nothing of it is noted."""
 
-    epoch: int
-    position: int
-    """Samples of the epoch that are consumed."""
-    step: int
+    def __init__(self, session: Session, global_batch: int) -> None:
+        self._session = session
+        self.peers = session.peers
+        self.plan = session.plan.scaled(global_batch)
+        """The plan in effect when the pass began, for the evaluation's own batch size."""
 
-
-class Pass(Protocol):
-    """The steps of a pass over some data: who gets how many samples, and what is noted of it."""
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of a step with the plan in effect."""
-
-    def begin(self, *, anew: bool = False) -> Place:
-        """Start a pass where the last one stands, or anew at the next epoch's first sample."""
+    def begin_pass(self, *, anew: bool = False) -> Progress:
+        """Start at the beginning."""
+        session = self._session
+        session.events.tell(session.stamped(Disturbed))
+        self.plan = session.plan.scaled(self.plan.global_batch)
+        return Progress()
 
     def await_plan(self, step: int) -> Plan:
-        """Return the plan of a step that is about to be cut, once it is known."""
+        """Return the plan of all steps."""
+        return self.plan
 
     def loading(self) -> AbstractContextManager[None]:
-        """Surround the fetching of a batch."""
+        """Nothing is measured."""
+        return nullcontext()
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
-        """A batch is about to be yielded, with these contents on this worker."""
+        """Nothing to note."""
 
-    def end(self, position: int) -> None:
-        """The pass is over at this position."""
+    def end_pass(self, position: int) -> None:
+        """Nothing to note."""
 
 
 @dataclass(frozen=True)
@@ -88,27 +88,28 @@ class Source(Protocol):
 class MapBatches:
     """The rest of an epoch, from the first sample that is not consumed, under changing plans."""
 
-    passes: Pass
+    steps: Session | Evaluation
     orders: Orders
-    peers: Peers
     _: KW_ONLY
     drop_last: bool
     idle: Idle = "empty"
+    arranged: Arrangement | None = None
+    """Puts the samples of each share into another order; None: they stay as they are."""
     _end: int = field(default=0, init=False)
     """The position after the last batch that was cut."""
 
     def __len__(self) -> int:
         """Batches of a whole epoch with the global batch in effect."""
-        length, global_batch = len(self.orders), self.passes.global_batch
-        return steps_per_epoch(length, global_batch, drop_last=self.drop_last)
+        global_batch = self.steps.plan.global_batch
+        return steps_per_epoch(len(self.orders), global_batch, drop_last=self.drop_last)
 
     def begin(self) -> Iterator[Cut]:
         """Cut the batches; waits for the plan of each."""
-        place = self.passes.begin()
+        place = self.steps.begin_pass()
         order = self.orders.at(place.epoch)
         self._end = place.position
         for batch in batches(
-            self.passes.await_plan,
+            self.steps.await_plan,
             length=order.length,
             drop_last=self.drop_last,
             epoch=place.epoch,
@@ -116,19 +117,22 @@ class MapBatches:
             step=place.step,
         ):
             self._end = batch.stop
-            yield cut(batch, order, self.peers.generation.worker, self.idle)
+            share = cut(batch, order, self.steps.peers.generation.worker, self.idle)
+            if self.arranged is not None:
+                share = replace(share, samples=self.arranged(share.samples))
+            yield share
 
     def loading(self) -> AbstractContextManager[None]:
         """Surround the fetching of a batch."""
-        return self.passes.loading()
+        return self.steps.loading()
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Note the batch."""
-        self.passes.hand_out(batch, contents)
+        self.steps.hand_out(batch, contents)
 
     def end(self) -> None:
         """All batches were taken."""
-        self.passes.end(self._end)
+        self.steps.end_pass(self._end)
 
 
 @dataclass(eq=False)
@@ -139,18 +143,18 @@ class StreamBatches:
     worker whose part is exhausted goes on with weight 0 until all are.
     """
 
-    passes: Pass
-    peers: Peers
-    _place: Place = field(default=Place(0, 0, 0), init=False)
+    steps: Session | Evaluation
+    _place: Progress = field(default=Progress(), init=False)
+    """Where the next batch begins."""
 
     @property
     def worker(self) -> int:
         """This worker's number."""
-        return self.peers.generation.worker
+        return self.steps.peers.generation.worker
 
     def begin(self, *, resumed: bool) -> int:
         """Start a pass, where the stream stands if it is resumed; return its epoch."""
-        self._place = self.passes.begin(anew=not resumed)
+        self._place = self.steps.begin_pass(anew=not resumed)
         return self._place.epoch
 
     def asked(self) -> Iterator[int]:
@@ -159,31 +163,31 @@ class StreamBatches:
         A share of 0 asks for one sample all the same: nobody else can read this worker's part.
         """
         for step in count(self._place.step):
-            yield max(1, self.passes.await_plan(step).split[self.worker])
+            yield max(1, self.steps.await_plan(step).split[self.worker])
 
     def loading(self) -> AbstractContextManager[None]:
         """Surround the fetching of a batch.
 
         Also when nothing is asked for any more: all workers follow the plans alike.
         """
-        self.passes.await_plan(self._place.step)
-        return self.passes.loading()
+        self.steps.await_plan(self._place.step)
+        return self.steps.loading()
 
     def agreed(self, samples: int) -> Batch | None:
         """Return the batch, of which this worker has so many samples; None: all parts are over."""
-        epoch, position, step = self._place
-        taken = self.peers.control.table([samples], f"step {step} of the stream")
+        place = self._place
+        taken = self.steps.peers.control.table([samples], f"step {place.step} of the stream")
         split = tuple(int(row[0]) for row in taken)
-        return Batch(step=step, epoch=epoch, start=position, split=split) if any(split) else None
+        return Batch(place.step, place.epoch, place.position, split) if any(split) else None
 
     def hand_out(self, batch: Batch, contents: Any) -> None:
         """Note the batch."""
-        self._place = self._place._replace(step=batch.step + 1, position=batch.stop)
-        self.passes.hand_out(batch, contents)
+        self._place = revised(self._place, step=batch.step + 1, position=batch.stop)
+        self.steps.hand_out(batch, contents)
 
     def end(self) -> None:
         """All parts are exhausted."""
-        self.passes.end(self._place.position)
+        self.steps.end_pass(self._place.position)
 
 
 def cut(batch: Batch, order: Order | DrawnOrder, worker: int, idle: Idle) -> Cut:

@@ -4,7 +4,7 @@ Only numbers and UTF-8 text travel; nothing is pickled.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,10 @@ class Control:
         rows: list[list[float]] = table.tolist()
         return rows
 
-    def numbers(self, mine: NDArray[np.int64], doing: str) -> NDArray[np.int64]:
-        """Return worker 0's array of whole numbers."""
+    def drawn(self, draw: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return the whole numbers that worker 0 draws."""
+        doing = "the draw of the sampler"
+        mine = draw() if self.worker == 0 else np.zeros(0, dtype=np.int64)
         length = int(self.table([len(mine)], doing)[0][0])
         numbers = mine if self.worker == 0 else np.empty(length, dtype=np.int64)
         with self._liveness.together(doing):

@@ -15,13 +15,25 @@ next event on the training's own thread. That is the thread which prepares and a
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from poise.core.batch import Batch
 from poise.core.observation import Change, Observation
 from poise.core.plan import Plan
 from poise.engine.bsp import Engine
 from poise.runtime.clocks import Stamp
+
+
+class Event(Protocol):
+    """What all events have."""
+
+    @property
+    def step(self) -> int:
+        """The step under way."""
+
+    @property
+    def stamp(self) -> Stamp:
+        """When it happened."""
 
 
 class Begun(NamedTuple):
@@ -209,27 +221,7 @@ class Lost(NamedTuple):
     why: str
 
 
-Event = (
-    Begun
-    | Preparing
-    | Prepared
-    | PassBegan
-    | Disturbed
-    | HandedOut
-    | PartComputed
-    | BucketReady
-    | BucketDone
-    | Reduced
-    | Applying
-    | Applied
-    | Decided
-    | Resumed
-    | Closed
-    | Joined
-    | Left
-    | Lost
-)
-EventT = TypeVar("EventT", bound=NamedTuple)
+EventT = TypeVar("EventT", bound=Event)
 
 
 class Events:

@@ -23,10 +23,10 @@ from poise.engine.start_step import Announcements, Posted
 from poise.errors import Disagreement
 from poise.policy import Forecasting
 from poise.runtime.clocks import Stopwatch
-from poise.runtime.collectives import Collectives, Disconnected, Pending
-from poise.runtime.events import Decided, Events, Resumed
+from poise.runtime.collectives import Disconnected, Pending
+from poise.runtime.events import Decided, Resumed
 from poise.runtime.learned import Known
-from poise.runtime.liveness import Liveness
+from poise.runtime.peers import Peers
 from poise.runtime.rows import Reporter, observation_of, unmeasured
 
 _NO_CHANGE = -1
@@ -56,9 +56,7 @@ class _Traveling:
 class Exchange:
     """The exchanges of one generation. A silent one posts nothing: nobody learns anything."""
 
-    collectives: Collectives
-    liveness: Liveness
-    events: Events
+    peers: Peers
     stopwatch: Stopwatch
     _: KW_ONLY
     engine: Engine
@@ -72,7 +70,7 @@ class Exchange:
 
     def forecast(self) -> Forecast | None:
         """Return what is predicted by all that is known on worker 0; None where nothing is."""
-        if self.collectives.worker or not isinstance(self.engine.policy, Forecasting):
+        if self.peers.generation.worker or not isinstance(self.engine.policy, Forecasting):
             return None
         return self.engine.policy.forecast(self.engine.state)
 
@@ -86,9 +84,10 @@ class Exchange:
         """Tell the others of a batch that is handed out, and on worker 0 of a new plan."""
         if self.silent:
             return
-        due, first = self.announcements.is_due(batch.step), self.collectives.worker == 0
-        while due and first and self._traveling and self._traveling[0].done():
-            self._absorb()  # so that what is decided on it goes out with this post
+        due = self.announcements.is_due(batch.step)
+        if due and self.peers.generation.worker == 0:
+            while self._traveling and self._traveling[0].done():
+                self._absorb()  # so that what is decided on it goes out with this post
         self.announcements = self.announcements.handed_out(batch)
         if due:
             self._post(batch.step)
@@ -107,16 +106,16 @@ class Exchange:
         self.announcements = self.announcements.resume(step, timetable)
         start_step = self.announcements.start_step
         engine, change, plan = None, None, None
-        if known is not None and self.collectives.worker == 0:
+        if known is not None and self.peers.generation.worker == 0:
             plan, self.engine = known.go_on(start_step)
             engine, change = known.engine, known.change
             self.announcements = self.announcements.decide(plan)
         stamp = self.stopwatch.stamp()
-        self.events.tell(Resumed(step, stamp, engine, change, start_step, plan))
+        self.peers.events.tell(Resumed(step, stamp, engine, change, start_step, plan))
 
     def finish(self) -> None:
         """Tell of the last steps; all workers have posted what they will ever post."""
-        if not self.events.heard(Decided):
+        if not self.peers.events.heard(Decided):
             return
         while self._traveling:
             try:
@@ -131,20 +130,20 @@ class Exchange:
             self._absorb()
 
     def _post(self, step: int) -> None:
-        collectives = self.collectives
+        collectives = self.peers.generation.collectives
         posted, self.announcements = self.announcements.post(step)
         measured = [each.row(batch.step) for batch in posted.reported for each in self.reporters]
         row = np.concatenate([[float(step)], *measured])
         rows = np.full((collectives.workers, len(row)), np.nan) if collectives.worker == 0 else None
         message = self._message(posted)
-        with self.liveness.watch(f"the exchange of step {step}"):
+        with self.peers.liveness.watch(f"the exchange of step {step}"):
             # Together 2 (n - 1) messages; an all-reduce of a table is 2 n (n - 1).
             pending = collectives.gather(row, rows), collectives.broadcast(message, 0)
         self._traveling.append(_Traveling(message, rows, pending))
 
     def _message(self, posted: Posted) -> Floats:
         """Return what worker 0 says; on the others, room for it."""
-        message = np.zeros(3 + self.collectives.workers)
+        message = np.zeros(3 + self.peers.generation.workers)
         message[0], message[1] = posted.step, _NO_CHANGE
         if posted.plan is not None:
             message[1], message[2] = posted.plan.start_step, posted.plan.gain
@@ -153,7 +152,7 @@ class Exchange:
 
     def _absorb(self) -> None:
         step = self.announcements.posted[0].step
-        with self.liveness.watch(f"the exchange of step {step}"):
+        with self.peers.liveness.watch(f"the exchange of step {step}"):
             self._traveling[0].wait()
         self._take_in()
 
@@ -186,4 +185,4 @@ class Exchange:
         plan, self.engine = self.engine.update(seen, start_step)
         self.announcements = self.announcements.decide(plan)
         stamp = self.stopwatch.stamp()
-        self.events.tell(Decided(seen[-1].step, stamp, seen, start_step, plan))
+        self.peers.events.tell(Decided(seen[-1].step, stamp, seen, start_step, plan))

@@ -114,11 +114,6 @@ class Meter:
         self._disturbed = True
         self._loader = LoaderRate()
 
-    @property
-    def lag(self) -> int:
-        """After how many steps a step's row is there."""
-        return self._clock.lag
-
     def listen(self, events: Events) -> None:
         """Hear of what happens in a training."""
         events.on(PassBegan, self._disturb)
@@ -144,7 +139,7 @@ class Meter:
             input_s=found.input_s,
             update_s=self._since_origin_s(found, applied) if applied else math.nan,
             memory_bytes=found.memory_bytes,
-            memory_limit_bytes=self._peaks.limit_bytes,
+            memory_limit_bytes=self._peaks.memory.limit_bytes,
             ready_s=ready_s,
             done_s=done_s,
         ).row()
@@ -247,15 +242,10 @@ class Peaks:
     """The peaks of memory, read often while a local batch is new, and seldom later."""
 
     def __init__(self, memory: Guard) -> None:
-        self._memory = memory
+        self.memory = memory
         self._samples = 0
         self._alike = 0
         """Steps since the local batch changed."""
-
-    @property
-    def limit_bytes(self) -> float:
-        """What the worker may take; NaN: not known."""
-        return self._memory.limit_bytes
 
     def is_resized(self, samples: int) -> bool:
         """Whether a local batch has quite another size than the one before."""
@@ -266,7 +256,7 @@ class Peaks:
         read = self._alike < _NEW or self._alike % _MEMORY_EVERY == 0
         self._alike = self._alike + 1 if next_samples == self._samples else 0
         self._samples = next_samples
-        return self._memory.end_step() if read else math.nan
+        return self.memory.end_step() if read else math.nan
 
 
 class LoaderRate:

@@ -1,6 +1,8 @@
 """The order of samples in each epoch: a keyed permutation, or what a sampler draws."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -9,16 +11,8 @@ from numpy.typing import NDArray
 from poise.core.order import DrawnOrder, Order
 from poise.errors import StateMismatch
 
-
-class Drawing(Protocol):
-    """How one process's draw becomes everybody's; `Control` is one."""
-
-    @property
-    def worker(self) -> int:
-        """This worker's number; worker 0 draws."""
-
-    def numbers(self, mine: NDArray[np.int64], doing: str) -> NDArray[np.int64]:
-        """Return worker 0's numbers."""
+Drawing = Callable[[Callable[[], NDArray[np.int64]]], NDArray[np.int64]]
+"""Has one process draw, and returns to everybody what it drew; `Control.drawn` is one."""
 
 
 class Orders(Protocol):
@@ -88,10 +82,10 @@ class Sampler(Protocol):
 class DrawnOrders:
     """What a sampler draws on worker 0."""
 
-    def __init__(self, sampler: Sampler, length: int, control: Drawing) -> None:
+    def __init__(self, sampler: Sampler, length: int, drawing: Drawing) -> None:
         self._sampler = sampler
         self._length = length
-        self._control = control
+        self._drawing = drawing
         self._epoch = -1
         self._order = DrawnOrder(np.zeros(0, dtype=np.int64))
         self._expected = (-1, "")
@@ -102,9 +96,7 @@ class DrawnOrders:
     def at(self, epoch: int) -> DrawnOrder:
         """Draw on worker 0 and tell the others; once in each epoch."""
         if self._epoch != epoch:
-            nothing = np.zeros(0, dtype=np.int64)
-            mine = self._sampler.draw(epoch) if self._control.worker == 0 else nothing
-            self._order = DrawnOrder(self._control.numbers(mine, "the draw of the sampler"))
+            self._order = DrawnOrder(self._drawing(partial(self._sampler.draw, epoch)))
             self._epoch = epoch
         if self._expected[0] == epoch and self._expected[1] != self._order.digest():
             raise StateMismatch(

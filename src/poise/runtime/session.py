@@ -6,6 +6,7 @@ subscribes to `events`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +19,10 @@ from poise.engine.progress import Progress
 from poise.engine.rhythm import delay
 from poise.engine.start_step import Announcements
 from poise.errors import OutOfOrder, PoiseError
-from poise.runtime.batches import Place
 from poise.runtime.clocks import Clock, HostClock, Stamp, Stopwatch, Waits
 from poise.runtime.events import (
     Applied,
-    Applying,
     Closed,
-    Disturbed,
     Events,
     HandedOut,
     PassBegan,
@@ -38,6 +36,8 @@ from poise.runtime.peers import Peers
 from poise.runtime.rendezvous import Rendezvous
 from poise.runtime.rows import Reporter
 from poise.runtime.settings import Settings
+
+_UNMEASURED = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +55,6 @@ class Equipment:
     """Whether there is a gradient that an optimizer could still use: finite, and not cleared."""
     compiled: Callable[[], bool] = lambda: False
     """Whether a compiler was at work since this was last asked."""
-
-    @property
-    def reporters(self) -> list[Reporter]:
-        """What makes up a row."""
-        return [self.meter, *([] if self.norms is None else [self.norms])]
 
 
 class Session:
@@ -105,8 +100,7 @@ class Session:
         """Take what the adapter brings; all workers call it together."""
         self._equipment = equipment
         self.stopwatch.clock = equipment.clock
-        announcements = _agreed(self, equipment, self.first_plans, 0)
-        self._exchange = _exchange(self, self.engine, equipment, announcements)
+        self._exchange = _exchange(self, equipment, self.engine, self.first_plans, 0)
         if not self._exchange.silent:
             equipment.meter.listen(self.events)
 
@@ -116,7 +110,7 @@ class Session:
         step = self.progress.step if batch is None else batch.step
         return kind(step, self.stopwatch.stamp(), *facts)
 
-    def begin_pass(self, *, anew: bool = False) -> Place:
+    def begin_pass(self, *, anew: bool = False) -> Progress:
         """A pass over the training data begins; return where.
 
         It goes on where training stands; anew, with the next epoch if this one was left early.
@@ -125,10 +119,17 @@ class Session:
         if anew and self.progress.position:
             self.progress = self.progress.next_epoch()
         self.progress = self.progress.begin_pass()
-        epoch, position, step = self.progress.epoch, self.progress.position, self.progress.step
-        self.events.tell(self.stamped(PassBegan, epoch, position))
-        self.exchange.begin_pass(step)
-        return Place(epoch, position, step)
+        self.events.tell(self.stamped(PassBegan, self.progress.epoch, self.progress.position))
+        self.exchange.begin_pass(self.progress.step)
+        return self.progress
+
+    def await_plan(self, step: int) -> Plan:
+        """Return the plan of a step that is about to be cut, once it is known."""
+        return self.exchange.await_plan(step)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Surround the fetching of a batch: measure how long it takes, if anybody wants to know."""
+        return _UNMEASURED if self.exchange.silent else self.fetching
 
     def end_pass(self, position: int) -> None:
         """A pass is over; so is the epoch, if its samples up to this position are consumed."""
@@ -165,10 +166,6 @@ class Session:
         self.peers.counts.begin(batch, contents)
         exchange.handed_out(batch)
 
-    def disturb(self) -> None:
-        """Something that is no training step runs between two of them."""
-        self.events.tell(self.stamped(Disturbed))
-
     def reducing(self) -> Batch:
         """A gradient is about to be summed over the workers; return the batch that it is of."""
         batch = self.progress.batch_to_reduce()
@@ -182,10 +179,6 @@ class Session:
         self.progress = self.progress.reduced(worth)
         if self.events.heard(Reduced):
             self.events.tell(Reduced(step, stamp or self.stopwatch.stamp(), weights))
-
-    def applying(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradient."""
-        self.events.tell(self.stamped(Applying, optimizer))
 
     def applied(self, optimizer: Any) -> None:
         """An optimizer has used the gradient; raise if it was not that of the global batch."""
@@ -226,8 +219,7 @@ class Session:
         gain, *split = said[0]  # worker 0 alone decides
         self.plan = replace(plan, split=tuple(int(each) for each in split), gain=gain)
         timetable = before.announcements.timetable.announce(self.plan)
-        announcements = _agreed(self, self._equipment, timetable, step)
-        self._exchange = _exchange(self, engine, self._equipment, announcements)
+        self._exchange = _exchange(self, self._equipment, engine, timetable, step)
         known = before.engine if generation.worker == 0 else None
         told = (known, change, step, self.plan)
         self.events.tell(Resumed(step, self.stopwatch.stamp(), *told))
@@ -275,28 +267,19 @@ def _started(settings: Settings, generation: Generation) -> tuple[Timetable, Eng
     ).start()
 
 
-def _agreed(
-    session: Session, equipment: Equipment, timetable: Timetable, step: int
-) -> Announcements:
-    """Return announcements from a step on, for the largest lead and lag of all workers."""
-    table = session.peers.control.table([equipment.lead, equipment.meter.lag], "prepare")
-    lead, lag = (int(max(column)) for column in zip(*table, strict=True))
-    return Announcements(timetable, delay(lead), lag, first_step=step, next_step=step)
-
-
 def _exchange(
-    session: Session, engine: Engine, equipment: Equipment, announcements: Announcements
+    session: Session, equipment: Equipment, engine: Engine, timetable: Timetable, step: int
 ) -> Exchange:
-    """Return what learns of a session's steps; one worker has nothing to share."""
-    peers = session.peers
-    learns = engine.policy.online and peers.generation.workers > 1
+    """Return what learns from a step on, for the largest lead and lag of all workers."""
+    table = session.peers.control.table([equipment.lead, equipment.clock.lag], "prepare")
+    lead, lag = (int(max(column)) for column in zip(*table, strict=True))
+    learns = engine.policy.online and session.generation.workers > 1  # one has nothing to share
+    announcements = Announcements(timetable, delay(lead), lag, first_step=step, next_step=step)
     return Exchange(
-        peers.generation.collectives,
-        peers.liveness,
-        session.events,
+        session.peers,
         session.stopwatch,
         engine=engine,
         announcements=announcements,
-        reporters=equipment.reporters,
-        silent=not (session.settings.recorded or learns or engine.adapt is not None),
+        reporters=[each for each in (equipment.meter, equipment.norms) if each is not None],
+        silent=not (learns or session.settings.record is not None or engine.adapt is not None),
     )

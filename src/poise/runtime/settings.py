@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from poise.core.learning_rate import RULES, unknown_rule
 from poise.core.order import check_seed
@@ -12,9 +12,12 @@ from poise.engine.modes import Mode, mode_of
 from poise.errors import InvalidSetting
 from poise.numbers import is_number, is_whole
 from poise.policy import Policy, policy_named
-from poise.runtime.batches import Idle, Source
 from poise.runtime.counts import CountFunction
 from poise.runtime.slicing import Slicer
+
+Arrangement = Callable[[list[int]], list[int]]
+Idle = Literal["empty", "repeat"]
+"""What a worker without a sample gets: an empty batch, or a sample twice at weight 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +37,8 @@ class Settings:
     idle: Idle = "empty"
     hang_s: float | None = None
     record: str | PathLike[str] | None = None
-    source: Callable[[Source], Source] = lambda source: source
-    """Returns where training takes its batches from, for where it would."""
+    arranged: Arrangement | None = None
+    """Puts the samples of each share into another order; an instrument's to state."""
 
     def __post_init__(self) -> None:
         if not is_number_of_samples(self.global_batch):
@@ -52,11 +55,6 @@ class Settings:
             if function is not None and not callable(function):
                 raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
         check_seed(self.seed)
-
-    @property
-    def recorded(self) -> bool:
-        """Whether a record is written."""
-        return self.record is not None
 
 
 def as_held(

@@ -15,11 +15,11 @@ from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
 from poise.engine.modes import Async, Stale, Sync
 from poise.policy import Policy
-from poise.runtime.batches import Idle
 from poise.runtime.clocks import host_stamp
 from poise.runtime.counts import CountFunction
 from poise.runtime.events import Begun, Events
 from poise.runtime.instruments import instruments
+from poise.runtime.settings import Idle
 from poise.runtime.slicing import Slicer
 from poise.runtime.training import Saved, Training
 from poise.torch.asynchronous.role import ServerRole, WorkerRole, role_of

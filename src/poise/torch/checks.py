@@ -3,14 +3,14 @@
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from poise.errors import InvalidSetting, PoiseWarning
+from poise.errors import InvalidSetting, OutOfOrder, PoiseWarning
 from poise.runtime.checks import check_epoch, check_models_fit, check_range
 from poise.runtime.orders import Orders
 from poise.runtime.session import Session
@@ -18,6 +18,8 @@ from poise.torch.module import SharedModule
 from poise.torch.orders import orders_of
 from poise.torch.settings import TorchSettings
 from poise.torch.torch_private import BatchNormBase
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +162,13 @@ def check_loader(loader: object) -> None:
         )
 
 
+def prepared(built: T | None, call: str) -> T:
+    """Return what prepare builds, or raise if it was not called yet."""
+    if built is None:
+        raise OutOfOrder(f"{call} needs the data set; call prepare first")
+    return built
+
+
 def is_stream(loader: DataLoader[Any]) -> bool:
     """Whether the loader reads a stream."""
     return isinstance(loader.dataset, IterableDataset)
@@ -179,7 +188,7 @@ def _orders(session: Session, loader: DataLoader[Any]) -> Orders | None:
     if is_stream(loader):
         return None
     settings = session.settings
-    orders = orders_of(loader, settings.seed, session.peers.control)
+    orders = orders_of(loader, settings.seed, session.peers.control.drawn)
     if loader.drop_last:
         check_epoch(len(orders), settings.global_batch)
     if settings.adapt is not None:
@@ -203,7 +212,7 @@ def _facts(session: Session, settings: TorchSettings, handed: HandedIn) -> dict[
         ],
         "the use of count": settings.count is not None,
         "the use of comm_hook": settings.inner is not None,
-        "the use of record": settings.recorded,
+        "the use of record": settings.record is not None,
         "the kind of data set": "a stream" if handed.orders is None else "a map",
         **{f"the {name} of the data set": value for name, value in identity.items()},
         "drop_last": handed.loader.drop_last,

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from poise.errors import OutOfOrder
 from poise.runtime.batches import Cut, Source
+from poise.runtime.settings import Settings
 from poise.runtime.slicing import Slicer, emptied
 from poise.torch.seeding import SeededDataset, Wanted
 
@@ -17,21 +18,14 @@ _END = object()
 class ShareLoader:
     """A DataLoader that yields one worker's share of each batch."""
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        source: Source,
-        *,
-        seed: int,
-        slicer: Slicer | None,
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], source: Source, settings: Settings) -> None:
         self.dataset = loader.dataset
         self._source = source
-        self._slicer = slicer
+        self._slicer = settings.slicer
         self._passes = 0
         self._cut: deque[Cut] = deque()
         self._loader = DataLoader(
-            SeededDataset(loader.dataset, seed),
+            SeededDataset(loader.dataset, settings.seed),
             batch_sampler=PerPass(self._wanted),
             collate_fn=loader.collate_fn,
             worker_init_fn=loader.worker_init_fn,

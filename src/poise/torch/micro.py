@@ -44,18 +44,14 @@ class MicroBatches:
     """Whether torch.compile is to be told that sizes vary."""
     unfinished: bool = field(default=False, init=False)
     """Whether the loop over the parts was left before the last one."""
-    _last: Batch | None = field(default=None, init=False)
+    last: Batch | None = field(default=None, init=False)
     """The batch that was taken in parts last."""
     _told: bool = field(default=False, init=False)
-
-    def used_for(self, batch: Batch | None) -> bool:
-        """Whether this batch was taken in parts."""
-        return batch is self._last
 
     def of(self, batch: Any) -> Iterator["Part"]:
         """Yield the parts of the batch under way; then reduce their gradient."""
         counts = self.session.peers.counts
-        under_way = self._last = self.session.progress.batch_to_reduce()
+        under_way = self.last = self.session.progress.batch_to_reduce()
         samples = under_way.split[self.session.generation.worker]
         if samples and self.session.settings.slicer is None and counts.by_function:
             samples = samples_left(batch, samples)

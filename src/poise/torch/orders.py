@@ -44,14 +44,14 @@ class LoaderSampler:
             return _whole_numbers(self.sampler, self.length)
 
 
-def orders_of(loader: DataLoader[Any], seed: int, control: Drawing) -> Orders:
+def orders_of(loader: DataLoader[Any], seed: int, drawing: Drawing) -> Orders:
     """Return the order that a loader of a map-style data set asks for."""
     length, sampler = _length_of(loader), loader.sampler
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
         return KeyedOrders(Order(length=length, seed=seed))
     if type(sampler) is SequentialSampler:
         return KeyedOrders(Order(length=length, seed=seed, shuffled=False))
-    return DrawnOrders(LoaderSampler(sampler, length, seed), length, control)
+    return DrawnOrders(LoaderSampler(sampler, length, seed), length, drawing)
 
 
 def _length_of(loader: DataLoader[Any]) -> int:

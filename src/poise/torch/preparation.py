@@ -6,12 +6,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from poise.runtime.batches import MapBatches, StreamBatches
+from poise.runtime.batches import Evaluation, MapBatches, StreamBatches
 from poise.runtime.events import HandedOut
 from poise.runtime.memory import Guard
 from poise.runtime.meter import Meter
 from poise.runtime.orders import Orders
-from poise.runtime.passes import EvaluationPass, TrainingPass
 from poise.runtime.session import Equipment, Session
 from poise.torch.backwards import is_usable
 from poise.torch.checks import HandedIn, check_loader, is_stream
@@ -99,23 +98,24 @@ def equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
 def training_loader(session: Session, handed: HandedIn) -> ShareLoader | StreamLoader:
     """Return the loader of this worker's shares."""
     settings, loader = session.settings, handed.loader
-    passes = TrainingPass(session)
     if handed.orders is None:
-        return StreamLoader(loader, StreamBatches(passes, session.peers), settings.slicer)
-    source = MapBatches(
-        passes, handed.orders, session.peers, drop_last=loader.drop_last, idle=settings.idle
+        return StreamLoader(loader, StreamBatches(session), settings.slicer)
+    batches = MapBatches(
+        session,
+        handed.orders,
+        drop_last=loader.drop_last,
+        idle=settings.idle,
+        arranged=settings.arranged,
     )
-    return ShareLoader(loader, settings.source(source), seed=settings.seed, slicer=settings.slicer)
+    return ShareLoader(loader, batches, settings)
 
 
 def evaluation_loader(session: Session, loader: DataLoader[Any]) -> ShareLoader | StreamLoader:
     """Return a loader of this worker's shares of the batches of another loader."""
     check_loader(loader)
     assert loader.batch_size is not None
-    settings, peers = session.settings, session.peers
-    passes = EvaluationPass(session, loader.batch_size)
+    settings, evaluation = session.settings, Evaluation(session, loader.batch_size)
     if is_stream(loader):
-        return StreamLoader(loader, StreamBatches(passes, peers), settings.slicer)
-    orders = orders_of(loader, settings.seed, peers.control)
-    source = MapBatches(passes, orders, peers, drop_last=loader.drop_last)
-    return ShareLoader(loader, source, seed=settings.seed, slicer=settings.slicer)
+        return StreamLoader(loader, StreamBatches(evaluation), settings.slicer)
+    orders = orders_of(loader, settings.seed, session.peers.control.drawn)
+    return ShareLoader(loader, MapBatches(evaluation, orders, drop_last=loader.drop_last), settings)

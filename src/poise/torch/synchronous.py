@@ -17,7 +17,7 @@ from poise.runtime.saved import load_state, saved_state
 from poise.runtime.session import Session
 from poise.runtime.settings import most_samples
 from poise.runtime.training import Saved, Schedule
-from poise.torch.checks import handed_in
+from poise.torch.checks import handed_in, prepared
 from poise.torch.groups import Groups
 from poise.torch.loader import ShareLoader, lead
 from poise.torch.micro import Part
@@ -126,7 +126,7 @@ class Synchronous:
                 "backward from the first one on and would miss later sums in silence; leave "
                 "static_graph out"
             )
-        return _ready(self._built, "micro_batches").micro.of(batch)
+        return prepared(self._built, "micro_batches").micro.of(batch)
 
     def mean(self, value: Any, count: float) -> float:
         """Return the mean over all workers, who call it together."""
@@ -136,7 +136,7 @@ class Synchronous:
 
     def state_dict(self) -> Saved:
         """Return the place in the training; on worker 0 also what was learned of speeds."""
-        ready = _ready(self._built, "state_dict")
+        ready = prepared(self._built, "state_dict")
         saved = saved_state(self._session, ready.orders, ready.stream)
         if self._settings.policy.online:
             saved["rates"] = ready.updates.saved
@@ -144,7 +144,7 @@ class Synchronous:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved place."""
-        ready = _ready(self._built, "load_state_dict")
+        ready = prepared(self._built, "load_state_dict")
         ramps = saved_ramps(state)
         load_state(state, self._session, ready.orders, ready.stream)
         ready.updates.resume(ramps)
@@ -176,9 +176,3 @@ class Synchronous:
             self._session.peers.part()
             self._groups.leave()
             self._session.peers.liveness.linger()
-
-
-def _ready(built: Built | None, call: str) -> Built:
-    if built is None:
-        raise OutOfOrder(f"{call} needs the data set; call prepare first")
-    return built

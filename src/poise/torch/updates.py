@@ -44,15 +44,15 @@ class Updates:
         self._rates: list[Rates] = []
         """One for each optimizer, if the global batch may move."""
         self._hooks: list[RemovableHandle] = []
+        settings = session.settings
         for each in optimizers:
             self._hooks.append(each.register_step_post_hook(self._after_step))
-            if session.settings.adapt is not None:
-                settings = session.settings
-                rates = Rates(each, settings.rule, settings.global_batch, lambda: session.plan)
-                self._rates.append(rates)
             if session.events.heard(Applying):
                 self._hooks.append(each.register_step_pre_hook(self._before_step))
-            self._hooks += self._rates[-1].hooks() if self._rates else []
+            if settings.adapt is not None:
+                rates = Rates(each, settings.rule, settings.global_batch, lambda: session.plan)
+                self._rates.append(rates)
+                self._hooks += rates.hooks()
 
     @property
     def learning_rate_factor(self) -> float:
@@ -77,7 +77,7 @@ class Updates:
             rates.restore()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._session.applying(optimizer)
+        self._session.events.tell(self._session.stamped(Applying, optimizer))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         try:
@@ -87,7 +87,7 @@ class Updates:
                 check_backwards(link.tally.backwards, link.tally.reduced)
             self._session.applied(optimizer)
             if self._micro is not None and self._most_samples is not None:
-                used = self._micro.used_for(self._session.progress.batch)
+                used = self._micro.last is self._session.progress.batch
                 check_parts_used(self._most_samples, used=used)
         except OutOfOrder:
             if any(not parameter.requires_grad for parameter in self._trained):

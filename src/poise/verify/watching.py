@@ -6,7 +6,7 @@ of torch are replaced while the script runs, by others that also take notes, or 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from poise.patching import Patch, patched, preceded
-from poise.runtime.batches import Cut, Source
 from poise.runtime.instruments import Instrument, instrumented
 from poise.torch.settings import TorchSettings
 from poise.torch.torch_private import is_enabled
@@ -37,7 +36,8 @@ def watching(observer: Observer, variant: Variant) -> Iterator[None]:
 
     def settings(stated: TorchSettings) -> TorchSettings:
         chosen = observer.settings(stated)
-        return replace(chosen, source=Reversed) if variant.arrangement == "reordered" else chosen
+        reordered = variant.arrangement == "reordered"
+        return replace(chosen, arranged=_reversed) if reordered else chosen
 
     def entering(autocast: torch.autocast) -> None:
         if is_enabled(autocast):
@@ -52,30 +52,8 @@ def watching(observer: Observer, variant: Variant) -> Iterator[None]:
         yield
 
 
-class Reversed:
-    """A source whose shares come in reversed order."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def begin(self) -> Iterator[Cut]:
-        """Reverse the samples of each share."""
-        return (replace(each, samples=each.samples[::-1]) for each in self._source.begin())
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Surround the fetching of a batch."""
-        return self._source.loading()
-
-    def hand_out(self, batch: Any, contents: Any) -> None:
-        """A batch is about to be yielded."""
-        self._source.hand_out(batch, contents)
-
-    def end(self) -> None:
-        """The pass is over."""
-        self._source.end()
+def _reversed(samples: list[int]) -> list[int]:
+    return samples[::-1]
 
 
 def _unchanged(values: Tensor, *_: Any, **__: Any) -> Tensor:

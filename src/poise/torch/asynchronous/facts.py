@@ -1,8 +1,8 @@
 """What is alike on a server and its workers, and what does not go with a server."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +28,6 @@ from poise.torch.checks import (
 )
 from poise.torch.orders import orders_of
 from poise.torch.settings import TorchSettings
-
-T = TypeVar("T")
 
 
 def check_alone(settings: TorchSettings) -> None:
@@ -78,14 +76,9 @@ def check_servable(optimizers: Sequence[Optimizer], loader: DataLoader[Any]) -> 
         )
 
 
-class DrawnAlone:
-    """Stands where workers draw an order together: the server draws it by itself."""
-
-    worker = 0
-
-    def numbers(self, mine: NDArray[np.int64], doing: str) -> NDArray[np.int64]:
-        """Return the own numbers."""
-        return mine
+def drawn_alone(draw: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Draw where workers would draw an order together: the server does it by itself."""
+    return draw()
 
 
 @dataclass(frozen=True)
@@ -109,7 +102,7 @@ class Given:
         check_loader(loader)
         check_servable(optimizers, loader)
         (trains,) = optimizers
-        orders = orders_of(loader, settings.seed, DrawnAlone())
+        orders = orders_of(loader, settings.seed, drawn_alone)
         facts: dict[str, object] = {
             "global_batch": settings.global_batch,
             "seed": settings.seed,
@@ -157,10 +150,3 @@ class ServedTraining:
         self._events.train_here()
         self._events.tell(Preparing(0, host_stamp()))
         return Given.checked(model, optimizer, loader, self._settings)
-
-
-def prepared(training: T | None, call: str) -> T:
-    """Return what prepare makes, or raise if it was not called yet."""
-    if training is None:
-        raise OutOfOrder(f"{call} needs the data set; call prepare first")
-    return training

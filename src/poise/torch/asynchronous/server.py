@@ -27,13 +27,13 @@ from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.admission import Admission
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.desk import Desk
-from poise.torch.asynchronous.facts import ServedTraining, prepared
+from poise.torch.asynchronous.facts import ServedTraining
 from poise.torch.asynchronous.messages import NoMore
 from poise.torch.asynchronous.parameters import momentum_notice
 from poise.torch.asynchronous.role import ServerRole, Serving
 from poise.torch.asynchronous.saves import Saves
 from poise.torch.asynchronous.service import Pushed
-from poise.torch.checks import check_loader
+from poise.torch.checks import check_loader, prepared
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
 

@@ -17,12 +17,12 @@ from poise.runtime.orders import KeyedOrders
 from poise.runtime.session import Fetching
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.exchange import ServerExchange
-from poise.torch.asynchronous.facts import Given, ServedTraining, prepared
+from poise.torch.asynchronous.facts import Given, ServedTraining
 from poise.torch.asynchronous.joining import Joining
 from poise.torch.asynchronous.messages import About, Handed, Weights, samples_of
 from poise.torch.asynchronous.role import WorkerRole
 from poise.torch.asynchronous.service import Pushed
-from poise.torch.checks import check_loader
+from poise.torch.checks import check_loader, prepared
 from poise.torch.loader import ShareLoader, lead
 from poise.torch.micro import Part
 from poise.torch.settings import TorchSettings
@@ -135,8 +135,7 @@ class JoinedLoader:
         self.dataset = given.loader.dataset
         self._exchange = exchange
         self._given = given
-        seed, slicer = given.settings.seed, given.settings.slicer
-        self._loader = ShareLoader(given.loader, self, seed=seed, slicer=slicer)
+        self._loader = ShareLoader(given.loader, self, given.settings)
 
     def __len__(self) -> int:
         """Global batches of an epoch; this worker's batches are as many as it manages."""
