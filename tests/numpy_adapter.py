@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poise.core.order import Order
-from poise.runtime.batches import MapBatches
 from poise.runtime.clocks import HostClock
 from poise.runtime.events import BucketDone, BucketReady, Events
 from poise.runtime.generation import Generation, Member
@@ -90,12 +89,7 @@ class NumpyTraining:
     def batches(self) -> Iterator[tuple[Floats, Floats, list[int]]]:
         """Yield this worker's share of each global batch, and which samples it is."""
         source = self.session.settings.source(
-            MapBatches(
-                TrainingPass(self.session),
-                self.orders,
-                self.session.peers,
-                drop_last=False,
-            )
+            TrainingPass(self.session), self.orders, self.session.peers, drop_last=False
         )
         for cut in ahead(source.begin(), self._lead):
             with source.loading():

@@ -1,6 +1,5 @@
 """What a user may state when a Balancer is made, checked before anything starts."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, TypeGuard
@@ -12,7 +11,7 @@ from poise.engine.modes import Mode, mode_of
 from poise.errors import InvalidSetting
 from poise.numbers import is_number, is_whole
 from poise.policy import Policy, policy_named
-from poise.runtime.batches import Idle, Source
+from poise.runtime.batches import Idle, MapBatches
 from poise.runtime.counts import CountFunction
 from poise.runtime.slicing import Slicer
 
@@ -34,8 +33,8 @@ class Settings:
     idle: Idle = "empty"
     hang_s: float | None = None
     record: str | PathLike[str] | None = None
-    source: Callable[[Source], Source] = lambda source: source
-    """Returns where training takes its batches from, for where it would."""
+    source: type[MapBatches] = MapBatches
+    """Where training takes its batches from, unless they come from a stream."""
 
     def __post_init__(self) -> None:
         if not is_number_of_samples(self.global_batch):

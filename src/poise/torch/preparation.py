@@ -102,10 +102,10 @@ def training_loader(session: Session, handed: HandedIn) -> ShareLoader | StreamL
     passes = TrainingPass(session)
     if handed.orders is None:
         return StreamLoader(loader, StreamBatches(passes, session.peers), settings.slicer)
-    source = MapBatches(
+    source = settings.source(
         passes, handed.orders, session.peers, drop_last=loader.drop_last, idle=settings.idle
     )
-    return ShareLoader(loader, settings.source(source), seed=settings.seed, slicer=settings.slicer)
+    return ShareLoader(loader, source, seed=settings.seed, slicer=settings.slicer)
 
 
 def evaluation_loader(session: Session, loader: DataLoader[Any]) -> ShareLoader | StreamLoader:

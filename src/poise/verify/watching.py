@@ -6,7 +6,7 @@ of torch are replaced while the script runs, by others that also take notes, or 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from poise.patching import Patch, patched, preceded
-from poise.runtime.batches import Cut, Source
+from poise.runtime.batches import Cut, MapBatches
 from poise.runtime.instruments import Instrument, instrumented
 from poise.torch.settings import TorchSettings
 from poise.torch.torch_private import is_enabled
@@ -52,30 +52,12 @@ def watching(observer: Observer, variant: Variant) -> Iterator[None]:
         yield
 
 
-class Reversed:
-    """A source whose shares come in reversed order."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
+class Reversed(MapBatches):
+    """Batches whose shares come in reversed order."""
 
     def begin(self) -> Iterator[Cut]:
         """Reverse the samples of each share."""
-        return (replace(each, samples=each.samples[::-1]) for each in self._source.begin())
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Surround the fetching of a batch."""
-        return self._source.loading()
-
-    def hand_out(self, batch: Any, contents: Any) -> None:
-        """A batch is about to be yielded."""
-        self._source.hand_out(batch, contents)
-
-    def end(self) -> None:
-        """The pass is over."""
-        self._source.end()
+        return (replace(each, samples=each.samples[::-1]) for each in super().begin())
 
 
 def _unchanged(values: Tensor, *_: Any, **__: Any) -> Tensor:
