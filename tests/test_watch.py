@@ -398,9 +398,8 @@ def test_rows_arrive_in_packs() -> None:
     store, outbox, inbox = dist.HashStore(), Outbox(1), Inbox((0, 1))
     assert inbox.look(store) == {0: [], 1: []}
     for number in (3, 4):
-        outbox.add([row(number, 0.01, 0.02)])
-        outbox.send(store)
-    outbox.send(store)
+        outbox.send(store, [row(number, 0.01, 0.02)])
+    outbox.send(store, [])
     assert [found.step for found in inbox.look(store)[1]] == [3, 4]
     assert inbox.look(store) == {0: [], 1: []}
     assert store.num_keys() == 0
@@ -408,10 +407,9 @@ def test_rows_arrive_in_packs() -> None:
 
 def test_rows_wait_for_another_store_if_one_is_gone() -> None:
     store, outbox, inbox = dist.HashStore(), Outbox(0), Inbox((0,))
-    outbox.add([row(3, 0.01, 0.02)])
-    outbox.send(Gone(), last=True)
+    outbox.send(Gone(), [row(3, 0.01, 0.02)], last=True)
     assert inbox.look_last(Gone()) == {0: []}
-    outbox.send(store, last=True)
+    outbox.send(store, [], last=True)
     assert [found.step for found in inbox.look_last(store)[0]] == [3]
 
 

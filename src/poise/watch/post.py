@@ -20,15 +20,12 @@ class Outbox:
         self._rows: list[Row] = []
         self._packs = 0
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Take rows to send."""
-        self._rows.extend(rows)
-
-    def send(self, store: Store, *, last: bool = False) -> None:
-        """Write what is there as one pack; after the last one, nobody has to look again.
+    def send(self, store: Store, rows: Sequence[Row], *, last: bool = False) -> None:
+        """Write rows as one pack; after the last one, nobody has to look again.
 
         A store that is gone takes nothing: the rows stay for another one.
         """
+        self._rows.extend(rows)
         if not (self._rows or last):
             return
         try:
