@@ -67,6 +67,20 @@ class Walk:
         )
 
 
+def checked_walk(walk: Walk | str | Path | None, workers: int) -> Walk:
+    """Return a walk that has speeds for all workers, or raise; from a file if that is given."""
+    if walk is None:
+        return Walk()
+    if not isinstance(walk, Walk):
+        return read_walk(walk, workers)
+    for change in walk.changes:
+        if len(change.speeds) != workers:
+            raise InvalidSetting(
+                f"the walk has {len(change.speeds)} speeds for {workers} workers; give one each"
+            )
+    return walk
+
+
 def read_walk(path: str | Path, workers: int) -> Walk:
     """Return the walk that a file declares for so many workers.
 
