@@ -18,7 +18,10 @@ def main(reading: int, lab: int) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with open(reading, "rb", buffering=0) as pipe:
-        belongings = _heard(_all_of(pipe, lab))
+        lines = _all_of(pipe, lab).splitlines()
+    belongings = Belongings()
+    for line in lines:
+        belongings.add(*json.loads(line))
     failures = clear(belongings)
     for failure in failures:
         with suppress(OSError):
@@ -38,14 +41,6 @@ def _all_of(pipe: IO[bytes], lab: int) -> bytes:
                 return heard
         elif gone:
             return heard
-
-
-def _heard(text: bytes) -> Belongings:
-    belongings = Belongings()
-    for line in text.splitlines():
-        for kind, value in json.loads(line).items():
-            belongings.add(kind, value)
-    return belongings
 
 
 if __name__ == "__main__":

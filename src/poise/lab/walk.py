@@ -72,7 +72,7 @@ def checked_walk(walk: Walk | str | Path | None, workers: int) -> Walk:
     if walk is None:
         return Walk()
     if not isinstance(walk, Walk):
-        return read_walk(walk, workers)
+        return declared_walk(read_toml(walk), workers)
     for change in walk.changes:
         if len(change.speeds) != workers:
             raise InvalidSetting(
@@ -81,17 +81,12 @@ def checked_walk(walk: Walk | str | Path | None, workers: int) -> Walk:
     return walk
 
 
-def read_walk(path: str | Path, workers: int) -> Walk:
+def declared_walk(toml: Toml, workers: int) -> Walk:
     """Return the walk that a file declares for so many workers.
 
     Raises InvalidSetting, with the file, the line, the table and the key, unless all of it is
     understood.
     """
-    return declared_walk(read_toml(path), workers)
-
-
-def declared_walk(toml: Toml, workers: int) -> Walk:
-    """Return the walk in the tables of a file."""
     toml.top.check_keys(("change",))
     tables = toml.array("change")
     if not tables:
