@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from poise.cli.main import main
 from poise.cli.watch import _sentences, watch
-from poise.script import command_line
+from poise.script import as_main
 from poise.watch.findings import Findings, find
 from poise.watch.gain import find_gain
 from poise.watch.hooks import local_batch
@@ -471,7 +471,7 @@ def watched(script: str, *words: str, **options: Any) -> tuple[int, dict[str, An
 
 
 def plain(script: str, *words: str) -> None:
-    with command_line([script, *words]):
+    with as_main([script, *words]):
         runpy.run_path(script, run_name="__main__")
     gc.collect()
 
