@@ -408,9 +408,9 @@ def test_rows_arrive_in_packs() -> None:
 def test_rows_wait_for_another_store_if_one_is_gone() -> None:
     store, outbox, inbox = dist.HashStore(), Outbox(0), Inbox((0,))
     outbox.send(Gone(), [row(3, 0.01, 0.02)], last=True)
-    assert inbox.look_last(Gone()) == {0: []}
+    assert inbox.look(Gone(), last=True) == {0: []}
     outbox.send(store, [], last=True)
-    assert [found.step for found in inbox.look_last(store)[0]] == [3]
+    assert [found.step for found in inbox.look(store, last=True)[0]] == [3]
 
 
 def test_the_report_comes_again_and_for_the_last_time_when_complete() -> None:

@@ -26,7 +26,7 @@ class Summary:
 
     def look(self, store: Store, *, last: bool = False) -> None:
         """Take in what has arrived; at last, also what arrives within a moment."""
-        self.steps.add(self._inbox.look_last(store) if last else self._inbox.look(store))
+        self.steps.add(self._inbox.look(store, last=last))
 
     def findings(self) -> Findings | None:
         """Return what is known; None: nothing."""
