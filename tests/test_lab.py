@@ -419,8 +419,9 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def test_a_duty_cycle_stops_a_worker_and_lets_it_go_on() -> None:
-    with sleeper() as process:
-        throttle = DutyCycle(process, speed=0.01)
+    ours, theirs = socket.socketpair()
+    with sleeper() as process, ours, theirs:
+        throttle = DutyCycle(Member(process, ours), speed=0.01)
         wait_until(lambda: state(process.pid) == "T")
         throttle.set_speed(0.99)
         wait_until(lambda: state(process.pid) == "S")

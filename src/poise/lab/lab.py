@@ -22,7 +22,7 @@ from poise.lab.pacing import Pace, parse_pace
 from poise.lab.quota import make_parent, places
 from poise.lab.speed_control import SpeedControl
 from poise.lab.speeds import checked_speeds, parse_speeds
-from poise.lab.throttle import Throttling, by_duty_cycle, by_pace, by_quota
+from poise.lab.throttle import DutyCycle, Paced, Throttling, by_quota
 from poise.lab.walk import Walk, checked_walk
 from poise.script import check_script
 
@@ -183,7 +183,7 @@ class Lab:
 
     def _choose_throttling(self) -> Throttling:
         if self._setup.pace is not None:
-            return by_pace
+            return Paced
         for place in places():
             self._guard.watch("groups", str(place / self._name))
         parent = make_parent(self._name)
@@ -193,7 +193,7 @@ class Lab:
             "no control group can be made here, so workers are stopped and continued every 20 ms "
             "instead; run as root for exact CPU quotas"
         )
-        return by_duty_cycle
+        return DutyCycle
 
     def _look_after(self, member: Member, name: int | str, launching: Launching) -> None:
         """Have a new process ended with the lab, and its lines passed on if nobody else does."""
