@@ -10,8 +10,6 @@ from poise.watch.post import Inbox, Outbox
 from poise.watch.recorder import Recorder
 from poise.watch.table import Steps
 
-Show = Callable[[Findings], None]
-
 _PACKS_IN_A_PERIOD = 4
 _SHORTEST_S, _LONGEST_S = 0.2, 2.5
 """Bounds of the time between two packs."""
@@ -40,7 +38,7 @@ class Monitor:
     def __init__(
         self,
         recorder: Recorder,
-        show: Show,
+        show: Callable[[Findings], None],
         *,
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
