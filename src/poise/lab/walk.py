@@ -20,8 +20,6 @@ from poise.lab.speeds import checked_speeds
 from poise.numbers import is_number, is_whole
 from poise.toml_file import Table, Toml, read_toml
 
-_KEYS = ("at_step", "at_s", "speeds")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
@@ -97,7 +95,7 @@ def declared_walk(toml: Toml, workers: int) -> Walk:
 
 
 def _change(table: Table, workers: int) -> Change:
-    table.check_keys(_KEYS)
+    table.check_keys(("at_step", "at_s", "speeds"))
     values = table.values
     if ("at_step" in values) == ("at_s" in values):
         raise table.wrong("", "needs one of at_step and at_s; say when it begins")
