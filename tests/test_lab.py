@@ -32,8 +32,8 @@ from poise.lab.pacing import parse_pace
 from poise.lab.quota import make_parent, places
 from poise.lab.speeds import parse_speeds
 from poise.lab.throttle import DutyCycle
-from poise.lab.walk import declared_walk, read_walk
-from poise.toml_file import Toml
+from poise.lab.walk import declared_walk
+from poise.toml_file import Toml, read_toml
 from tests.cluster import Workers
 from tests.machine import needs_namespaces, needs_quotas
 
@@ -127,7 +127,7 @@ def test_a_walk_goes_on_when_its_steps_and_times_come() -> None:
 
 
 def test_the_walk_in_the_examples_is_for_three_workers() -> None:
-    walk = read_walk(ROOT / "examples/walks/slowdown.toml", workers=3)
+    walk = declared_walk(read_toml(ROOT / "examples/walks/slowdown.toml"), workers=3)
     assert [change.at_step for change in walk.changes] == [60, 120, 180]
 
 
@@ -419,8 +419,9 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def test_a_duty_cycle_stops_a_worker_and_lets_it_go_on() -> None:
-    with sleeper() as process:
-        throttle = DutyCycle(process, speed=0.01)
+    ours, theirs = socket.socketpair()
+    with sleeper() as process, ours, theirs:
+        throttle = DutyCycle(Member(process, ours), speed=0.01)
         wait_until(lambda: state(process.pid) == "T")
         throttle.set_speed(0.99)
         wait_until(lambda: state(process.pid) == "S")

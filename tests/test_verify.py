@@ -226,7 +226,7 @@ def test_a_global_batch_that_gives_one_sample_each_is_refused() -> None:
 def test_observations_travel_through_files(tmp_path: Path) -> None:
     leaf = ((1, 2), "a", "b", "c")
     step = StepSeen([[leaf]], weight=0.25, used={"w": torch.ones(2)}, settings={"lr": 0.1})
-    written = Observation(worker=1, workers=2, split=(3, 1), steps=[step])
+    written = Observation(worker=1, split=(3, 1), steps=[step])
     write(tmp_path, Variant("shared"), written)
     again = read(tmp_path, Variant("shared"), 1)
     assert torch.equal(again.steps[0].used["w"], torch.ones(2))
@@ -298,7 +298,7 @@ def seen(
         after=values(before - 0.1 * used),
         digests={"a": "same", "b": "same"},
     )
-    return Observation(worker=worker, workers=3, split=SPLIT, steps=[step])
+    return Observation(worker=worker, split=SPLIT, steps=[step])
 
 
 def made_up(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from poise.cli.main import main
 from poise.cli.watch import _sentences, watch
-from poise.script import command_line
+from poise.script import as_main
 from poise.watch.findings import Findings, find
 from poise.watch.gain import find_gain
 from poise.watch.hooks import local_batch
@@ -398,9 +398,8 @@ def test_rows_arrive_in_packs() -> None:
     store, outbox, inbox = dist.HashStore(), Outbox(1), Inbox((0, 1))
     assert inbox.look(store) == {0: [], 1: []}
     for number in (3, 4):
-        outbox.add([row(number, 0.01, 0.02)])
-        outbox.send(store)
-    outbox.send(store)
+        outbox.send(store, [row(number, 0.01, 0.02)])
+    outbox.send(store, [])
     assert [found.step for found in inbox.look(store)[1]] == [3, 4]
     assert inbox.look(store) == {0: [], 1: []}
     assert store.num_keys() == 0
@@ -408,11 +407,10 @@ def test_rows_arrive_in_packs() -> None:
 
 def test_rows_wait_for_another_store_if_one_is_gone() -> None:
     store, outbox, inbox = dist.HashStore(), Outbox(0), Inbox((0,))
-    outbox.add([row(3, 0.01, 0.02)])
-    outbox.send(Gone(), last=True)
-    assert inbox.look_last(Gone()) == {0: []}
-    outbox.send(store, last=True)
-    assert [found.step for found in inbox.look_last(store)[0]] == [3]
+    outbox.send(Gone(), [row(3, 0.01, 0.02)], last=True)
+    assert inbox.look(Gone(), last=True) == {0: []}
+    outbox.send(store, [], last=True)
+    assert [found.step for found in inbox.look(store, last=True)[0]] == [3]
 
 
 def test_the_report_comes_again_and_for_the_last_time_when_complete() -> None:
@@ -473,7 +471,7 @@ def watched(script: str, *words: str, **options: Any) -> tuple[int, dict[str, An
 
 
 def plain(script: str, *words: str) -> None:
-    with command_line([script, *words]):
+    with as_main([script, *words]):
         runpy.run_path(script, run_name="__main__")
     gc.collect()
 

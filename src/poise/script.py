@@ -27,20 +27,25 @@ def run(script: Sequence[str]) -> None:
         runpy.run_module(script[1], run_name="__main__", alter_sys=True)
         return
     path = str(Path(script[0]).absolute())
-    with command_line(script), _main_module(path) as module, open_code(path) as file:
+    with as_main(script) as module, open_code(path) as file:
+        module.__file__ = path  # whole, unlike in runpy; the first argument stays as typed
         exec(compile(file.read(), path, "exec"), vars(module))
 
 
 @contextmanager
-def command_line(script: Sequence[str]) -> Iterator[None]:
-    """Show the script what `python SCRIPT ARGS` would: its arguments, and its folder first."""
-    arguments, path = sys.argv, sys.path
+def as_main(script: Sequence[str]) -> Iterator[ModuleType]:
+    """Show the script what `python SCRIPT ARGS` would: its arguments, and its folder first.
+
+    Makes a module that is `__main__` for everyone, as pickled objects of a script need it.
+    """
+    arguments, path, ours = sys.argv, sys.path, sys.modules["__main__"]
     sys.argv = list(script)
     sys.path = [str(Path(script[0]).resolve().parent), *path[1:]]
+    sys.modules["__main__"] = theirs = ModuleType("__main__")
     try:
-        yield
+        yield theirs
     finally:
-        sys.argv, sys.path = arguments, path
+        sys.argv, sys.path, sys.modules["__main__"] = arguments, path, ours
 
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -58,18 +63,3 @@ def show_error(error: BaseException) -> None:
     """Print an error of a script, which `run` raised, as if it had been run by itself."""
     trace = own_frames(error.__traceback__)
     sys.excepthook(type(error), error.with_traceback(trace), trace)
-
-
-@contextmanager
-def _main_module(path: str) -> Iterator[ModuleType]:
-    """Make a module that is `__main__` for everyone, as pickled objects of a script need it.
-
-    Unlike in runpy, the first argument stays as typed while the module's file is a whole path.
-    """
-    ours, theirs = sys.modules["__main__"], ModuleType("__main__")
-    theirs.__file__ = path
-    sys.modules["__main__"] = theirs
-    try:
-        yield theirs
-    finally:
-        sys.modules["__main__"] = ours

@@ -234,4 +234,4 @@ def _print_causes(console: Console, causes: "Sequence[Cause]") -> None:
 def _workers(runs: "Runs") -> str:
     first = runs.shared[0]
     shares = ", ".join(map(str, first.split))
-    return f"{first.workers} workers with {shares} of {first.global_batch} samples"
+    return f"{len(first.split)} workers with {shares} of {first.global_batch} samples"

@@ -127,7 +127,7 @@ class _Report:
                 "is nothing to report; start every worker through poise watch, as with "
                 "torchrun -m poise watch SCRIPT"
             )
-        elif not monitor.sums_up:
+        elif monitor.summary is None:
             return
         if self._as_json:
             print(json.dumps(None if found is None else found.as_json()), flush=True)

@@ -60,8 +60,6 @@ class Member:
 class Crew:
     """Who is there, and who has ended."""
 
-    first: int
-    """What the first worker is called: with a server, that is 0."""
     workers: list[Member] = field(default_factory=list)
     server: Member | None = None
 
@@ -70,8 +68,8 @@ class Crew:
         return [*self.workers, *(() if self.server is None else (self.server,))]
 
     def number(self, worker: int) -> int:
-        """Return what a worker is called."""
-        return self.first + worker
+        """Return what a worker is called; a server is 0."""
+        return worker if self.server is None else worker + 1
 
     def running(self) -> bool:
         """Whether a worker is left."""

@@ -35,14 +35,10 @@ class Ending:
 
         Returns 0, or the exit code of that one.
         """
-        deadline: float | None = None
-        while self.crew.running() and (deadline is None or time.monotonic() < deadline):
+        while self.crew.running() and not self.crew.failed():
             self.check()
-            if deadline is None and self.crew.failed():
-                deadline = time.monotonic() + _GRACE_S
-                self.lift()
             time.sleep(_LOOK_S)
-        self.check()
+        self._await_workers()
         failed = self.crew.failed()
         if not failed:
             return 0
@@ -71,15 +67,19 @@ class Ending:
         code = server.process.returncode
         if code:
             self.say(f"the server ended with {how_ended(code)}")
+        self._await_workers()
+        if not code:
+            self._say_who_failed()
+        return _as_exit_code(code)
+
+    def _await_workers(self) -> None:
+        """Wait some seconds for the workers that are left."""
         self.lift()
         deadline = time.monotonic() + _GRACE_S
         while self.crew.running() and time.monotonic() < deadline:
             self.check()
             time.sleep(_LOOK_S)
         self.check()
-        if not code:
-            self._say_who_failed()
-        return _as_exit_code(code)
 
     def _give_up(self, missing: int) -> int:
         """Return the exit code of a worker without which the server waits forever, and say why."""

@@ -41,7 +41,7 @@ class Guard:
         """Have one thing cleaned up; its kind is the name of a field of `Belongings`."""
         self._belongings.add(kind, value)
         try:
-            os.write(self._writing, json.dumps({kind: value}).encode() + b"\n")
+            os.write(self._writing, json.dumps([kind, value]).encode() + b"\n")
         except BrokenPipeError:
             raise WorkerLost(
                 "the process that cleans up after the lab has ended, so nothing more can be "

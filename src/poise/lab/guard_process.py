@@ -6,7 +6,6 @@ import select
 import signal
 import sys
 from contextlib import suppress
-from typing import IO
 
 from poise.lab.leftovers import Belongings, clear
 
@@ -17,8 +16,9 @@ def main(reading: int, lab: int) -> int:
     """Wait until the lab has ended, then clean up."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with open(reading, "rb", buffering=0) as pipe:
-        belongings = _heard(_all_of(pipe, lab))
+    belongings = Belongings()
+    for line in _all_of(reading, lab).splitlines():
+        belongings.add(*json.loads(line))
     failures = clear(belongings)
     for failure in failures:
         with suppress(OSError):
@@ -26,26 +26,18 @@ def main(reading: int, lab: int) -> int:
     return 1 if failures else 0
 
 
-def _all_of(pipe: IO[bytes], lab: int) -> bytes:
+def _all_of(pipe: int, lab: int) -> bytes:
     """Read until the pipe ends; or the lab, should a process forked from it hold the pipe open."""
     heard = b""
     while True:
         gone = os.getppid() != lab
         if select.select([pipe], [], [], 0 if gone else _LOOK_S)[0]:
-            piece = os.read(pipe.fileno(), 65536)
+            piece = os.read(pipe, 65536)
             heard += piece
             if not piece:
                 return heard
         elif gone:
             return heard
-
-
-def _heard(text: bytes) -> Belongings:
-    belongings = Belongings()
-    for line in text.splitlines():
-        for kind, value in json.loads(line).items():
-            belongings.add(kind, value)
-    return belongings
 
 
 if __name__ == "__main__":

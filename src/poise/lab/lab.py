@@ -13,18 +13,17 @@ from poise.errors import InvalidSetting, OutOfOrder
 from poise.lab.crew import Crew, Member
 from poise.lab.ending import Ending
 from poise.lab.guard import Guard
-from poise.lab.launching import Launching
+from poise.lab.launching import Launching, Setup, served_mode
 from poise.lab.leftovers import clear, lab_name, stale_belongings
 from poise.lab.listener import Listener
 from poise.lab.network import Network, check_privileges, parse_link
 from poise.lab.output import Output
 from poise.lab.pacing import Pace, parse_pace
 from poise.lab.quota import make_parent, places
-from poise.lab.setup import Setup, checked_walk, served_mode
 from poise.lab.speed_control import SpeedControl
 from poise.lab.speeds import checked_speeds, parse_speeds
-from poise.lab.throttle import Throttling, by_duty_cycle, by_pace, by_quota
-from poise.lab.walk import Walk
+from poise.lab.throttle import DutyCycle, Paced, Throttling, by_quota
+from poise.lab.walk import Walk, checked_walk
 from poise.script import check_script
 
 _REAP_S = 5.0
@@ -59,21 +58,20 @@ class Lab:
     ) -> None:
         each = parse_speeds(speeds) if isinstance(speeds, str) else checked_speeds(speeds)
         self._setup = Setup(
-            speeds=each,
-            walk=checked_walk(walk, len(each)),
+            workers=len(each),
             pace=parse_pace(pace) if isinstance(pace, str) else pace,
             from_start=from_start,
             mode=served_mode(mode),
-            rates=None if link is None else parse_link(link, len(each)),
         )
-        served, rates = self._setup.mode is not None, self._setup.rates
         self._say = say or _to_stderr
         self._name = lab_name(next(_numbers))
-        self._network = None if rates is None else Network(self._name, rates, served)
-        self._crew = Crew(first=int(served))
-        self._control = SpeedControl(
-            self._setup.speeds, self._setup.walk, self._crew.workers, self._say
-        )
+        self._network: Network | None = None
+        if link is not None:
+            rates = parse_link(link, len(each))
+            self._network = Network(self._name, rates, has_server=self._setup.mode is not None)
+        self._crew = Crew()
+        changes = checked_walk(walk, len(each))
+        self._control = SpeedControl(each, changes, self._crew.workers, self._say)
         self._listener: Listener | None = None
         self._output = Output()
 
@@ -185,7 +183,7 @@ class Lab:
 
     def _choose_throttling(self) -> Throttling:
         if self._setup.pace is not None:
-            return by_pace
+            return Paced
         for place in places():
             self._guard.watch("groups", str(place / self._name))
         parent = make_parent(self._name)
@@ -195,7 +193,7 @@ class Lab:
             "no control group can be made here, so workers are stopped and continued every 20 ms "
             "instead; run as root for exact CPU quotas"
         )
-        return by_duty_cycle
+        return DutyCycle
 
     def _look_after(self, member: Member, name: int | str, launching: Launching) -> None:
         """Have a new process ended with the lab, and its lines passed on if nobody else does."""

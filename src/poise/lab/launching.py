@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import DEVNULL, PIPE, Popen
 
+from poise.engine.modes import Mode, Sync, mode_of
 from poise.environment import for_joining, for_secret, for_server, for_worker
+from poise.errors import InvalidSetting
 from poise.lab.crew import Member
 from poise.lab.network import Network
+from poise.lab.pacing import Pace
 from poise.lab.processes import free_port
-from poise.lab.setup import Setup
 
 _LOOPBACK = "127.0.0.1"
 _ALIKE = {
@@ -22,6 +24,22 @@ _ALIKE = {
 """What makes equal workers equally fast, unless the user says otherwise. By default glibc's malloc
 gives memory back to the system after a step or keeps it, depending on the sizes it has seen; the
 page faults of the next step then take a third of a small step's time, on some workers."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The workers of a lab as they are asked for."""
+
+    workers: int
+    pace: Pace | None
+    """How workers sleep instead of being throttled; None: they do not."""
+    from_start: bool
+    mode: Mode | None
+    """The mode of a training with a server; None: there is none."""
+
+    def __post_init__(self) -> None:
+        if self.from_start and self.pace:
+            raise InvalidSetting("a paced worker sleeps in training only; leave out from_start")
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,7 @@ class Launching:
     def server(self) -> Member:
         """Start the server, which no speed limits."""
         host, port = self._address.split(":")
-        workers = len(self.setup.speeds)
+        workers = self.setup.workers
         options = ["--host", host, "--port", port, "--workers", str(workers)]
         options += ["--closed", "--mode", str(self.setup.mode)]
         command = ["-m", "poise", "serve", *options, "--", *self.arguments]
@@ -96,7 +114,18 @@ class Launching:
         return (for_secret(self.secret) if shared else {}) | dict(self.environment)
 
     def _placed(self, worker: int) -> dict[str, str]:
-        workers = len(self.setup.speeds)
+        workers = self.setup.workers
         if self.setup.mode is None:
             return for_worker(worker, workers, self.port)
         return for_joining(worker + 1, workers, self._address)
+
+
+def served_mode(stated: object) -> Mode | None:
+    """Return a mode as `Lab` is told it; None if it needs no server."""
+    mode = mode_of(stated)
+    if mode_of(str(mode)) != mode:
+        raise InvalidSetting(
+            f'mode={mode!r} has options, which a lab cannot pass on; use mode="{mode}" here, and '
+            "state them in the script"
+        )
+    return None if isinstance(mode, Sync) else mode

@@ -77,17 +77,13 @@ class Quota:
     def remove(self) -> None:
         """Remove the group, once its processes have ended."""
         deadline = time.monotonic() + _REMOVAL_S
-        while True:
+        while self.path.exists():
             try:
                 os.rmdir(self.path)
-            except FileNotFoundError:
-                return
             except OSError:  # a process that ends stays in its group for a moment
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
-            else:
-                return
 
     @property
     def _is_v2(self) -> bool:

@@ -49,7 +49,7 @@ class SpeedControl:
         if member.throttle is not None:
             return
         with self._lock, suppress(ProcessLookupError):  # it has ended, which is seen elsewhere
-            member.throttle = begin(worker, member, self.speeds[worker])
+            member.throttle = begin(member, self.speeds[worker])
             if sum(each.throttle is not None for each in self.members) == len(self.speeds):
                 self._throttled_at_s = time.monotonic()
 

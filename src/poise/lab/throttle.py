@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from subprocess import Popen
 from threading import Event, Thread
 
 from poise.lab.crew import Member, Throttle
@@ -15,16 +14,16 @@ from poise.lab.quota import Quota
 
 _PERIOD_S = 0.02
 
-Throttling = Callable[[int, Member, float], Throttle]
-"""Begins to throttle a worker, given by its number, to a speed."""
+Throttling = Callable[[Member, float], Throttle]
+"""Begins to throttle a worker to a speed."""
 
 
 def by_quota(parent: Path) -> Throttling:
     """Throttle by CPU quotas of groups in this one."""
 
-    def begin(worker: int, member: Member, speed: float) -> Throttle:
+    def begin(member: Member, speed: float) -> Throttle:
         leader = member.process.pid
-        quota = Quota.create(parent / str(worker), pid=leader, speed=speed)
+        quota = Quota.create(parent / str(leader), pid=leader, speed=speed)
         start = start_time(leader)
         for pid in () if start is None else members(leader, start):
             with suppress(ProcessLookupError):  # it has ended since
@@ -34,18 +33,8 @@ def by_quota(parent: Path) -> Throttling:
     return begin
 
 
-def by_duty_cycle(_: int, member: Member, speed: float) -> Throttle:
-    """Throttle by stopping and continuing, which takes no privileges."""
-    return DutyCycle(member.process, speed)
-
-
-def by_pace(_: int, member: Member, speed: float) -> Throttle:
-    """Leave it to the worker, which sleeps by itself."""
-    return Paced(member, speed)
-
-
 class Paced:
-    """Tells a worker that paces itself how fast it is."""
+    """Tells a worker that paces itself, and sleeps, how fast it is."""
 
     def __init__(self, member: Member, speed: float) -> None:
         self._member = member
@@ -63,11 +52,12 @@ class Paced:
 class DutyCycle:
     """Stops and continues, every few milliseconds, a worker that leads a process group of its own.
 
-    A speed is the part of the time for which it runs; it cannot be given more than all of it.
+    This takes no privileges. A speed is the part of the time for which the worker runs; it cannot
+    be given more than all of it.
     """
 
-    def __init__(self, process: "Popen[str]", speed: float) -> None:
-        self._process = process
+    def __init__(self, member: Member, speed: float) -> None:
+        self._process = member.process
         self._speed = speed
         self._ended = Event()
         self._thread = Thread(target=self._run, name="poise-duty-cycle", daemon=True)

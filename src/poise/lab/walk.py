@@ -20,8 +20,6 @@ from poise.lab.speeds import checked_speeds
 from poise.numbers import is_number, is_whole
 from poise.toml_file import Table, Toml, read_toml
 
-_KEYS = ("at_step", "at_s", "speeds")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
@@ -67,17 +65,26 @@ class Walk:
         )
 
 
-def read_walk(path: str | Path, workers: int) -> Walk:
+def checked_walk(walk: Walk | str | Path | None, workers: int) -> Walk:
+    """Return a walk that has speeds for all workers, or raise; from a file if that is given."""
+    if walk is None:
+        return Walk()
+    if not isinstance(walk, Walk):
+        return declared_walk(read_toml(walk), workers)
+    for change in walk.changes:
+        if len(change.speeds) != workers:
+            raise InvalidSetting(
+                f"the walk has {len(change.speeds)} speeds for {workers} workers; give one each"
+            )
+    return walk
+
+
+def declared_walk(toml: Toml, workers: int) -> Walk:
     """Return the walk that a file declares for so many workers.
 
     Raises InvalidSetting, with the file, the line, the table and the key, unless all of it is
     understood.
     """
-    return declared_walk(read_toml(path), workers)
-
-
-def declared_walk(toml: Toml, workers: int) -> Walk:
-    """Return the walk in the tables of a file."""
     toml.top.check_keys(("change",))
     tables = toml.array("change")
     if not tables:
@@ -88,7 +95,7 @@ def declared_walk(toml: Toml, workers: int) -> Walk:
 
 
 def _change(table: Table, workers: int) -> Change:
-    table.check_keys(_KEYS)
+    table.check_keys(("at_step", "at_s", "speeds"))
     values = table.values
     if ("at_step" in values) == ("at_s" in values):
         raise table.wrong("", "needs one of at_step and at_s; say when it begins")

@@ -69,7 +69,6 @@ class Observation:
     """A run of the script as one worker saw it."""
 
     worker: int
-    workers: int
     split: tuple[int, ...]
     steps: list[StepSeen] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)

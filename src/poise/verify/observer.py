@@ -118,7 +118,6 @@ class Observer:
         self._optimizers = list(event.optimizers)
         self.seen = Observation(
             worker=balancer.worker,
-            workers=balancer.workers,
             split=balancer.plan.split,
             counted=stated.count is not None,
             compressed=stated.inner is not None,

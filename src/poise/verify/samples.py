@@ -22,13 +22,14 @@ def samples_of(contents: Any, asked: int, slicer: Slicer | None) -> list[list[Le
     None if it cannot be taken apart.
     """
     try:
-        count = asked if slicer is not None else samples_left(contents, asked)
-        return [
-            [_leaf(each) for each in _leaves(_sample(contents, slicer, count, number))]
-            for number in range(count)
-        ]
+        if slicer is None:
+            count = samples_left(contents, asked)
+            samples = [sliced(contents, count, number, number + 1) for number in range(count)]
+        else:
+            samples = [slicer(contents, number, number + 1) for number in range(asked)]
     except InvalidSetting:
         return None
+    return [[_leaf(each) for each in _leaves(sample)] for sample in samples]
 
 
 def same_sample(one: Sequence[Leaf], other: Sequence[Leaf]) -> bool:
@@ -49,12 +50,6 @@ def _same_leaf(one: Leaf, other: Leaf) -> bool:
     heads = {whole, one[3]} & {other[1], other[3]}
     # Padding inside, as of pictures of several sizes, cannot be told from other contents.
     return bool(tails or heads) or len(shape) > _TIME
-
-
-def _sample(contents: Any, slicer: Slicer | None, count: int, number: int) -> Any:
-    if slicer is not None:
-        return slicer(contents, number, number + 1)
-    return sliced(contents, count, number, number + 1)
 
 
 def _leaves(sample: Any) -> Iterator[Tensor]:

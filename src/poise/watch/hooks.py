@@ -120,7 +120,7 @@ class _Calls:
         monitor = self._monitor
         if model.device_type != "cpu" and (monitor is None or not monitor.joined):
             self._recorder.timer = DeviceClock(torch.device(model.device_type))
-        if monitor is not None and not monitor.connected:
+        if monitor is not None and monitor.store is None:
             store = dist.PrefixStore("poise/watch", default_store())
             workers = dist.get_process_group_ranks(model.process_group)
             monitor.join(store, dist.get_rank(), workers)

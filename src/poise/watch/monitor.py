@@ -10,8 +10,6 @@ from poise.watch.post import Inbox, Outbox
 from poise.watch.recorder import Recorder
 from poise.watch.table import Steps
 
-Show = Callable[[Findings], None]
-
 _PACKS_IN_A_PERIOD = 4
 _SHORTEST_S, _LONGEST_S = 0.2, 2.5
 """Bounds of the time between two packs."""
@@ -26,7 +24,7 @@ class Summary:
 
     def look(self, store: Store, *, last: bool = False) -> None:
         """Take in what has arrived; at last, also what arrives within a moment."""
-        self.steps.add(self._inbox.look_last(store) if last else self._inbox.look(store))
+        self.steps.add(self._inbox.look(store, last=last))
 
     def findings(self) -> Findings | None:
         """Return what is known; None: nothing."""
@@ -40,7 +38,7 @@ class Monitor:
     def __init__(
         self,
         recorder: Recorder,
-        show: Show,
+        show: Callable[[Findings], None],
         *,
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -50,9 +48,11 @@ class Monitor:
         self._every_s = every_s
         self._pack_s = min(max(every_s / _PACKS_IN_A_PERIOD, _SHORTEST_S), _LONGEST_S)
         self._clock = clock
-        self._store: Store | None = None
+        self.store: Store | None = None
+        """Where rows are sent; None: they cannot be sent now."""
         self._outbox: Outbox | None = None
-        self._summary: Summary | None = None
+        self.summary: Summary | None = None
+        """On the worker that shows."""
         self._sent_at = self._shown_at = clock()
         self.finished = False
 
@@ -61,59 +61,48 @@ class Monitor:
         """Whether a model was ever watched."""
         return self._outbox is not None
 
-    @property
-    def connected(self) -> bool:
-        """Whether rows can be sent now."""
-        return self._store is not None
-
-    @property
-    def sums_up(self) -> bool:
-        """Whether this is the worker that shows."""
-        return self._summary is not None
-
     def join(self, store: Store, worker: int, workers: Sequence[int]) -> None:
         """Meet the other workers; the first of them sums up."""
-        self._store = store
+        self.store = store
         if self.joined:
             return
         self._outbox = Outbox(worker)
         if worker == workers[0]:
-            self._summary = Summary(workers)
+            self.summary = Summary(workers)
         self._sent_at = self._shown_at = self._clock()
 
     def tick(self) -> None:
         """Send and show if it is time; called by the training's own thread between two steps."""
-        if self.finished or self._store is None:
+        if self.finished or self.store is None:
             return
         now = self._clock()
         if now - self._sent_at < self._pack_s:
             return
         complete = self._recorder.complete
         self._sent_at = now
-        self._send(self._store)
-        if self._summary is None:
+        self._send(self.store)
+        if self.summary is None:
             self.finished = complete
         elif complete or now - self._shown_at >= self._every_s:
             self._shown_at = now
-            self._sum_up(self._summary, self._store, complete)
+            self._sum_up(self.summary, self.store, complete)
 
     def leave(self) -> None:
         """Send the rest, before the group of workers is gone."""
-        if self._store is None:
+        if self.store is None:
             return
-        self._send(self._store, last=True)
-        if self._summary is not None and not self.finished:
-            self._summary.look(self._store, last=True)
-        self._store = None  # a store that is kept would hold its port
+        self._send(self.store, last=True)
+        if self.summary is not None and not self.finished:
+            self.summary.look(self.store, last=True)
+        self.store = None  # a store that is kept would hold its port
 
     def findings(self) -> Findings | None:
         """Return what is known on the worker that sums up; None: nothing."""
-        return None if self._summary is None else self._summary.findings()
+        return None if self.summary is None else self.summary.findings()
 
     def _send(self, store: Store, *, last: bool = False) -> None:
         assert self._outbox is not None
-        self._outbox.add(self._recorder.take())
-        self._outbox.send(store, last=last)
+        self._outbox.send(store, self._recorder.take(), last=last)
 
     def _sum_up(self, summary: Summary, store: Store, complete: bool) -> None:
         """Show what has arrived; when all asked for has, for the last time."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch.distributed import Store
 
@@ -20,15 +21,12 @@ class Outbox:
         self._rows: list[Row] = []
         self._packs = 0
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Take rows to send."""
-        self._rows.extend(rows)
-
-    def send(self, store: Store, *, last: bool = False) -> None:
-        """Write what is there as one pack; after the last one, nobody has to look again.
+    def send(self, store: Store, rows: Sequence[Row], *, last: bool = False) -> None:
+        """Write rows as one pack; after the last one, nobody has to look again.
 
         A store that is gone takes nothing: the rows stay for another one.
         """
+        self._rows.extend(rows)
         if not (self._rows or last):
             return
         try:
@@ -47,31 +45,26 @@ class Inbox:
     def __init__(self, workers: Sequence[int]) -> None:
         self._next = dict.fromkeys(workers, 0)
 
-    def look(self, store: Store) -> dict[int, list[Row]]:
-        """Return the rows that arrived from each worker."""
+    def look(self, store: Store, *, last: bool = False) -> dict[int, list[Row]]:
+        """Return the rows that arrived from each worker; at last, also what still does."""
+        if last:
+            self._await_ends(store)
         found: dict[int, list[Row]] = {worker: [] for worker in self._next}
-        try:
+        with suppress(RuntimeError, OSError):  # the store is gone; what was read counts
             for worker, rows in found.items():
                 while store.check([key := _key(worker, self._next[worker])]):
                     rows.extend(unpack(store.get(key)))
                     self._next[worker] += 1
                     store.delete_key(key)
-        except (RuntimeError, OSError):  # the store is gone; what was read counts
-            pass
         return found
 
-    def look_last(self, store: Store) -> dict[int, list[Row]]:
-        """Return the rows of all workers that end within a moment, as soon as all did."""
+    def _await_ends(self, store: Store) -> None:
+        """Wait until all workers ended, but for a moment only, and not if the store is gone."""
+        ends = [_end_key(worker) for worker in self._next]
         deadline = time.monotonic() + _PATIENCE_S
-        while not self._all_ended(store) and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
-        return self.look(store)
-
-    def _all_ended(self, store: Store) -> bool:
-        try:
-            return store.check([_end_key(worker) for worker in self._next])
-        except (RuntimeError, OSError):
-            return True
+        with suppress(RuntimeError, OSError):
+            while not store.check(ends) and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
 
 
 def _key(worker: int, pack_number: int) -> str:

@@ -36,11 +36,6 @@ class _Step:
     evaluated: bool = False
     disturbed: bool = False
 
-    def end_backward(self) -> None:
-        """Add this backward's samples."""
-        self.batch += self.forward_batch or self.eval_batch
-        self.forward_batch = self.eval_batch = 0
-
 
 class Recorder:
     """Is told what happens, in the order in which it happens on this worker."""
@@ -100,7 +95,8 @@ class Recorder:
     def backward_done(self) -> None:
         """A backward is over, and so is its reduction if there was one."""
         step = self._step
-        step.end_backward()
+        step.batch += step.forward_batch or step.eval_batch
+        step.forward_batch = step.eval_batch = 0
         if not step.reduced:
             return
         end = self.timer.mark()
