@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from poise.core.order import Order
+from poise.runtime.batches import MapBatches
 from poise.runtime.clocks import HostClock
 from poise.runtime.events import BucketDone, BucketReady, Events
 from poise.runtime.generation import Generation, Member
