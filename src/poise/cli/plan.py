@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from poise.cli.plan_findings import Findings, Learning, Planned, find
-from poise.cli.plan_sweep import check_picture, draw, sweep
+from poise.cli.plan_sweep import check_picture, figure, sweep
+from poise.cli.plot_sheet import file_of, write
 from poise.cluster_file import Kind, read_cluster
 from poise.core.cluster import Worker
 from poise.core.planning import Worth
@@ -97,7 +98,8 @@ def plan(
             )
     findings = find(cluster, batch, scale, start)
     if picture is not None:
-        draw(findings, sweep(findings), Path(picture))
+        drawn = figure(findings, sweep(findings))
+        write(Path(picture), file_of(drawn, Path(picture).suffix[1:]))
     if as_json:
         print(json.dumps(findings.as_json(), indent=2))
     else:

@@ -63,14 +63,6 @@ def sweep(findings: Findings) -> list[Point]:
     return points
 
 
-def draw(findings: Findings, points: Sequence[Point], path: Path) -> None:
-    """Write the picture; raises InvalidSetting if the file cannot be written."""
-    try:
-        figure(findings, points).savefig(path, dpi=150)
-    except OSError as error:
-        raise InvalidSetting(f"{path} cannot be written: {error.strerror or error}") from None
-
-
 def figure(findings: Findings, points: Sequence[Point]) -> "Figure":
     """Return the picture: an object of its own, which nothing else knows of."""
     sheet = Sheet(4.6, 7.5)

@@ -2,15 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from poise.errors import InvalidSetting
+
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
+    from matplotlib.figure import Figure
 
 Entry = tuple[str, "Artist"]
 """A name in a legend, and what it names."""
+DPI = 150
 QUIET = "#555555"
 """The color of what is not the subject."""
 CALM = (
@@ -146,6 +152,21 @@ class Sheet:
         )
         line = {"arrowstyle": "-", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
         self.note("", (0, up), arrowprops={"color": label.color, **line}, **place)
+
+
+def file_of(figure: "Figure", kind: str = "png") -> bytes:
+    """Return the file of a picture."""
+    file = BytesIO()
+    figure.savefig(file, format=kind, dpi=DPI)
+    return file.getvalue()
+
+
+def write(path: Path, contents: bytes) -> None:
+    """Write a file; raises InvalidSetting if that cannot be."""
+    try:
+        path.write_bytes(contents)
+    except OSError as error:
+        raise InvalidSetting(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def color_of(policy: str) -> str:
