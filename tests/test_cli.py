@@ -20,7 +20,7 @@ from poise.cli.demo_images import SPEEDS, images_file, write_images
 from poise.cli.demo_worker import read_images
 from poise.cli.doctor_facts import Facts, advice, thread_warning
 from poise.cli.main import COMMANDS, main
-from poise.cli.requirements import require
+from poise.cli.options import require
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.core.plain import from_plain, to_json
 from poise.errors import InvalidSetting

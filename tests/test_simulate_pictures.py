@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import poise.cli.requirements
+import poise.cli.options
 from poise.cli.plot_batches import batches
 from poise.cli.plot_curves import progress, throughput
 from poise.cli.plot_sheet import DPI, file_of, write
 from poise.cli.plot_timeline import timeline
+from poise.cli.simulate import check_directory
 from poise.cli.simulate_findings import Findings
-from poise.cli.simulate_page import check_directory, draw_all, page, pictures
+from poise.cli.simulate_page import draw_all, page, pictures
 from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario
@@ -449,7 +450,7 @@ def test_a_place_where_nothing_can_be_written_is_refused(
 def test_without_matplotlib_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poise.cli.requirements, "find_spec", lambda _: None)
+    monkeypatch.setattr(poise.cli.options, "find_spec", lambda _: None)
     with pytest.raises(InvalidSetting, match=r"matplotlib cannot be imported.*poise\[report\]"):
         check_directory(tmp_path)
 

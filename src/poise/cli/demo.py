@@ -11,8 +11,7 @@ from rich.live import Live
 
 from poise.cli.demo_board import Board, picture, verdict
 from poise.cli.demo_images import SPEEDS, errors_file, images_file, write_images
-from poise.cli.options import whole
-from poise.cli.requirements import require
+from poise.cli.options import require, whole
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.lab import Lab
 

@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from poise.cli.columns import right
 from poise.cli.worker_messages import Message
 
 _RECENT = 8
@@ -85,9 +86,8 @@ class Board:
 
 def picture(board: Board) -> Group:
     """Return the live table with its progress bar."""
-    table = Table("worker", title=board.title, title_justify="left")
-    for heading in ("cores", "local batch", "ms a step", "waiting", "samples/s"):
-        table.add_column(heading, justify="right", min_width=len(heading))
+    columns = right("cores", "local batch", "ms a step", "waiting", "samples/s")
+    table = Table("worker", *columns, title=board.title, title_justify="left")
     for worker, (cores, lane) in enumerate(zip(board.cores, board.lanes, strict=True)):
         table.add_row(str(worker), f"{cores:g}", *_cells(lane))
     line = Table.grid(padding=(0, 2))
@@ -101,9 +101,8 @@ def picture(board: Board) -> Group:
 def verdict(plain: Board, balanced: Board) -> tuple[Table, str]:
     """Return the comparison, and a sentence about it."""
     reached = min(plain.accuracy, balanced.accuracy)
-    table = Table("", title="The same images, the same order, the same machine")
-    table.add_column("plain DDP", justify="right")
-    table.add_column("Poise", justify="right")
+    title = "The same images, the same order, the same machine"
+    table = Table("", *right("plain DDP", "Poise"), title=title)
     boards = (plain, balanced)
     table.add_row("step, median", *[f"{each.step_s * 1e3:.0f} ms" for each in boards])
     table.add_row("waiting for others and the network", *[f"{each.waiting:.0%}" for each in boards])

@@ -1,7 +1,10 @@
-"""Words of the command line that several commands understand."""
+"""What several commands take from the command line, and need beyond the base install."""
 
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
+from importlib.util import find_spec
+
+from poise.errors import InvalidSetting
 
 
 def whole(what: str, least: int) -> Callable[[str], int]:
@@ -48,3 +51,13 @@ def add_script(parser: ArgumentParser, *, more: str = "") -> None:
 def without_dashes(words: list[str]) -> list[str]:
     """Return a script with its arguments, without the -- that may stand before it."""
     return words[1:] if words[:1] == ["--"] else words
+
+
+def require(*modules: str, extra: str) -> None:
+    """Raise, naming the extra to install, unless all modules can be imported."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise InvalidSetting(
+            f"{' and '.join(missing)} cannot be imported, but this command needs it; "
+            f'run: pip install "poise[{extra}]"'
+        )

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from poise.errors import InvalidSetting
 
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.figure import Figure
-
-Entry = tuple[str, "Artist"]
+Entry = tuple[str, Artist]
 """A name in a legend, and what it names."""
 DPI = 150
 QUIET = "#555555"
@@ -57,8 +56,6 @@ class Sheet:
     """A picture that is being drawn."""
 
     def __init__(self, height_in: float, width_in: float = 8.8) -> None:
-        from matplotlib.figure import Figure
-
         self.figure = Figure(figsize=(width_in, height_in), layout="constrained")
         self.axes = self.figure.add_subplot()
 
@@ -118,8 +115,6 @@ class Sheet:
 
     def legend_below(self, entries: Sequence[tuple[str, str]]) -> None:
         """Write a legend of names and colors below."""
-        from matplotlib.patches import Patch
-
         self.figure.legend(
             handles=[Patch(facecolor=color, label=name) for name, color in entries],
             loc="outside lower center",
@@ -154,7 +149,7 @@ class Sheet:
         self.note("", (0, up), arrowprops={"color": label.color, **line}, **place)
 
 
-def file_of(figure: "Figure", kind: str = "png") -> bytes:
+def file_of(figure: Figure, kind: str = "png") -> bytes:
     """Return the file of a picture."""
     file = BytesIO()
     figure.savefig(file, format=kind, dpi=DPI)

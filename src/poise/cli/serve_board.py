@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, TextIO
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
+
+from poise.cli.columns import right
 
 if TYPE_CHECKING:
     from poise.engine.member import Tally
@@ -41,7 +43,11 @@ class ServeBoard:
         self._file = file or sys.stderr
         self._terminal = self._file.isatty()
         self._clock = clock
-        self._live: Live | None = None
+        self._live = Live(
+            console=Console(file=self._file, highlight=False),
+            refresh_per_second=2,
+            redirect_stdout=sys.stdout.isatty(),  # else it is not the table's neighbor
+        )
         self._first: Service | None = None
         self._last: Service | None = None
         self._printed: tuple[object, ...] = ()
@@ -56,28 +62,18 @@ class ServeBoard:
         self._first = self._first or service
         self._last = service
         if self._terminal:
-            self._show_live(picture(service, self._first))
+            # Painted by its own thread: the server waits for no terminal.
+            self._live.update(picture(service, self._first))
+            self._live.start()
         elif self._clock() - self._printed_s >= EVERY_S:
             self._print()
 
     def end(self) -> None:
         """Leave the last state on show."""
-        if self._live is not None:
+        if self._terminal:
             self._live.stop()
-            self._live = None
-        elif not self._terminal:
+        else:
             self._print()
-
-    def _show_live(self, table: Table) -> None:
-        if self._live is None:
-            self._live = Live(
-                table,
-                console=Console(file=self._file, highlight=False),
-                refresh_per_second=2,
-                redirect_stdout=sys.stdout.isatty(),  # else it is not the table's neighbor
-            )
-            self._live.start()
-        self._live.update(table)  # painted by its own thread: the server waits for no terminal
 
     def _print(self) -> None:
         """Print a table, unless nothing has happened since the last one."""
@@ -99,15 +95,16 @@ def picture(service: "Service", first: "Service | None" = None) -> Table:
     """Return the table of a server; its rate of updates is that since the first look at it."""
     dropped = any(tally.dropped for tally in _tallies(service))
     table = Table(
-        title=title(service, first), title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        "worker",
+        Column("where", overflow="ellipsis"),
+        *right("batch", "iteration", "waiting", "staleness", "most"),
+        Column("0, 1, 2 ...", no_wrap=True),
+        *right("updates", "samples", *(("dropped",) if dropped else ())),
+        title=title(service, first),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    table.add_column("worker")
-    table.add_column("where", overflow="ellipsis")
-    for heading in ("batch", "iteration", "waiting", "staleness", "most"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("0, 1, 2 ...", no_wrap=True)
-    for heading in ("updates", "samples", *(("dropped",) if dropped else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
     for each in service.workers:
         iteration = "-" if math.isnan(each.iteration_s) else f"{each.iteration_s * 1e3:,.0f} ms"
         batch = f"{each.local_batch:,}" if each.local_batch else "-"

@@ -13,11 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from poise.cli.options import above_0, whole
+from poise.cli.columns import right
+from poise.cli.options import above_0, require, whole
 from poise.cli.simulate_findings import Findings
-from poise.cli.simulate_page import check_directory, draw_all
 from poise.errors import InvalidSetting
 from poise.policy.naming import KINDS
 from poise.sim.outcome import compare
@@ -111,12 +111,22 @@ def simulate(
     if all(each.refused for each in outcomes):
         raise InvalidSetting(f"{file}: {outcomes[0].refused}")
     findings = Findings(scenario, outcomes, before, what_if)
-    written = [] if out is None else [str(path) for path in draw_all(findings, Path(out))]
+    written: list[str] = []
+    if out is not None:
+        from poise.cli.simulate_page import draw_all  # not above: it needs matplotlib
+
+        written = [str(path) for path in draw_all(findings, Path(out))]
     if as_json:
         print(json.dumps({**findings.as_json(), "files": written}, indent=2, allow_nan=False))
     else:
         _show(findings, written)
     return 0
+
+
+def check_directory(path: Path) -> None:
+    """Raise unless pictures can be drawn into a directory, which is made."""
+    require("matplotlib", extra="report")
+    _make(path, str(path))
 
 
 def _directory(path: str | None, policies: Sequence[str]) -> Path | None:
@@ -129,11 +139,15 @@ def _directory(path: str | None, policies: Sequence[str]) -> Path | None:
                 f"--record {path} holds {name}.jsonl, and records are not overwritten; choose "
                 "another directory"
             )
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidSetting(f"--record {path} cannot be made: {error.strerror}") from None
+    _make(Path(path), f"--record {path}")
     return Path(path)
+
+
+def _make(path: Path, named: str) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidSetting(f"{named} cannot be made: {error.strerror or error}") from None
 
 
 @contextmanager
@@ -163,10 +177,9 @@ def _show(findings: Findings, written: Sequence[str]) -> None:
     title = findings.scenario.cluster.title
     if title:
         console.print(f"[bold]{escape(title)}[/]")
-    heading, *rows = findings.rows()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, name in enumerate(heading):
-        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+    (policy, *columns), *rows = findings.rows()
+    first = Column(policy, no_wrap=True)
+    table = Table(first, *right(*columns), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table, soft_wrap=False)

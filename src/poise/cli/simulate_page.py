@@ -6,21 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from poise.cli.durations import duration
 from poise.cli.plot_batches import batches
 from poise.cli.plot_curves import drawable, progress, throughput
 from poise.cli.plot_sheet import counted, file_of, write
 from poise.cli.plot_timeline import timeline, timeline_facts
-from poise.cli.requirements import require
 from poise.cli.simulate_findings import Findings
-from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome
 from poise.sim.scenario import Scenario
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --quiet: #5b636d; --page: #fbfbfa;
@@ -74,7 +70,7 @@ class Picture:
     subject: str
     policy: str
     """Whose it is; empty: it shows all."""
-    figure: "Figure"
+    figure: Figure
     words: str
     """What is on it, for those who do not see it."""
 
@@ -87,15 +83,6 @@ class Picture:
     def png(self) -> bytes:
         """The file, which is drawn when it is first asked for."""
         return file_of(self.figure)
-
-
-def check_directory(path: Path) -> None:
-    """Raise unless pictures can be drawn into a directory, which is made."""
-    require("matplotlib", extra="report")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidSetting(f"{path} cannot be made: {error.strerror or error}") from None
 
 
 def draw_all(findings: Findings, directory: Path) -> list[Path]:
