@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        type=whole("processes", 2),  # fewer have nothing to send
+        type=whole("a number of processes", 2),  # fewer have nothing to send
         metavar="N",
         help="local processes that time the all-reduce when no launcher started any (default 2)",
     )

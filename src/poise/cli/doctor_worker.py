@@ -87,24 +87,8 @@ def examine(
     group = peers.generation.gradients
     repeats = _REPEATS if peers.generation.workers > 1 else {}
     timings = {size: _all_reduce_s(group, device, size, repeats[size]) for size in repeats}
-    own = _facts(peers.generation.worker, lead, warned)
-    texts = peers.control.texts(to_json(own), "doctor")
-    if peers.generation.worker != 0:
-        return None
-    everyone = tuple(from_plain(Facts, json.loads(text)) for text in texts)
-    return Examination(everyone, str(dist.get_backend(group)), timings)
-
-
-def main() -> None:
-    """Take part in an all-reduce; worker 0 tells the parent how long it took."""
-    examination = examine_group()
-    if examination is not None:
-        send(**to_plain(examination))
-
-
-def _facts(worker: int, lead: int | None, warned: Sequence[str]) -> Facts:
-    return Facts(
-        worker=worker,
+    own = Facts(
+        worker=peers.generation.worker,
         host=socket.gethostname(),
         versions={
             "Python": platform.python_version(),
@@ -120,6 +104,18 @@ def _facts(worker: int, lead: int | None, warned: Sequence[str]) -> Facts:
         lead=lead,
         warnings=tuple(warned),
     )
+    texts = peers.control.texts(to_json(own), "doctor")
+    if peers.generation.worker != 0:
+        return None
+    everyone = tuple(from_plain(Facts, json.loads(text)) for text in texts)
+    return Examination(everyone, str(dist.get_backend(group)), timings)
+
+
+def main() -> None:
+    """Take part in an all-reduce; worker 0 tells the parent how long it took."""
+    examination = examine_group()
+    if examination is not None:
+        send(**to_plain(examination))
 
 
 def _accelerators() -> str:

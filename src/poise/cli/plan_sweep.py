@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from poise.cli.plan_findings import Findings, batches_around, even_of
 from poise.cli.plot_sheet import QUIET, Sheet, counted, file_of, write
-from poise.core.cluster import limits_of, speed_model
 from poise.core.goodput import efficiency
 from poise.core.limits import Limits
 from poise.core.plan import best_plan
@@ -40,12 +39,11 @@ def draw(findings: Findings, path: Path) -> None:
 
 def sweep(findings: Findings) -> list[Point]:
     """Plan the cluster for about a hundred global batches, evenly spaced on a logarithmic scale."""
-    cluster = findings.cluster
-    model, limits = speed_model(cluster.workers, cluster.network), limits_of(cluster.workers)
+    limits = findings.limits
     points = []
     for batch in _batches(limits, findings.plan.global_batch):
         try:
-            best = best_plan(model, limits, batch)
+            best = best_plan(findings.model, limits, batch)
         except InfeasibleSplit:  # not a sum of multiples
             continue
         even_s = even_of(best, limits).step_s
@@ -92,7 +90,7 @@ def _draw_lines(axes: Axes, points: Sequence[Point], findings: Findings) -> None
     fits = [(point.global_batch, point.even) for point in points if point.even is not None]
     if fits:
         label = "throughput, even split"
-        ends = fits[-1][0] == _last_even(limits_of(findings.cluster.workers)) < x[-1]
+        ends = fits[-1][0] == _last_even(findings.limits) < x[-1]
         axes.plot(
             *zip(*fits, strict=True),
             color=_EVEN,

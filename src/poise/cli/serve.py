@@ -3,12 +3,11 @@
 import shlex
 import socket
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 from poise.cli.options import above_0, add_script, require, whole, without_dashes
-from poise.cli.serve_board import ServeBoard
 from poise.engine.modes import Mode, Sync, mode_of
 from poise.environment import launched_as, shared_secret
 from poise.errors import InvalidSetting
@@ -45,14 +44,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_port,
+        type=whole("a port", 0, _LAST_PORT),
         default=PORT,
         metavar="P",
         help="port to listen on, 0 for any that is free (default 29400)",
     )
     parser.add_argument(
         "--workers",
-        type=whole("workers", 1),
+        type=whole("a number of workers", 1),
         default=1,
         metavar="N",
         help="training starts when so many have joined; more may join later (default 1)",
@@ -121,6 +120,8 @@ def serve(
     chosen = _served_mode(mode)
     _check_save(save, save_every_s)
     require("torch", extra="torch")
+    # Not above: these import torch, whose absence is to be told in one line.
+    from poise.cli.serve_board import ServeBoard
     from poise.torch.asynchronous.role import Serving, serving_as
 
     board = ServeBoard()
@@ -185,12 +186,6 @@ def _served(script: Sequence[str]) -> int:
             "give a script that trains with poise.torch.Balancer"
         )
     return 0
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > _LAST_PORT:
-        raise ArgumentTypeError(f"{text!r} is not a port from 0 to {_LAST_PORT}")
-    return int(text)
 
 
 def _served_mode(stated: str | None) -> Mode | None:

@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,10 +13,8 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from poise.cli.columns import right
-
-if TYPE_CHECKING:
-    from poise.engine.member import Tally
-    from poise.torch.asynchronous.service import Service
+from poise.engine.member import Tally
+from poise.torch.asynchronous.service import Service
 
 EVERY_S = 10.0
 """Between two tables that are not on a terminal."""
@@ -57,7 +55,7 @@ class ServeBoard:
         """Print a line."""
         self._write(f"poise: {text}\n")
 
-    def show(self, service: "Service") -> None:
+    def show(self, service: Service) -> None:
         """Take in what the server does, and show it if it is time."""
         self._first = self._first or service
         self._last = service
@@ -91,7 +89,7 @@ class ServeBoard:
             pass  # nobody reads it any more, and training goes on
 
 
-def picture(service: "Service", first: "Service | None" = None) -> Table:
+def picture(service: Service, first: Service | None = None) -> Table:
     """Return the table of a server; its rate of updates is that since the first look at it."""
     dropped = any(tally.dropped for tally in _tallies(service))
     table = Table(
@@ -116,7 +114,7 @@ def picture(service: "Service", first: "Service | None" = None) -> Table:
     return table
 
 
-def title(service: "Service", first: "Service | None" = None) -> str:
+def title(service: Service, first: Service | None = None) -> str:
     """Say in one line how far the training is."""
     parts = [f"poise serve: {service.mode}", _place(service)]
     if service.seconds > 0:
@@ -154,7 +152,7 @@ def bars(staleness: Mapping[int, int]) -> str:
     )
 
 
-def _cells(service: "Service", tally: "Tally", *, dropped: bool) -> Iterator[str]:
+def _cells(service: Service, tally: Tally, *, dropped: bool) -> Iterator[str]:
     """Yield what a worker contributed, from waiting on."""
     total = sum(each.updates for each in _tallies(service))
     yield f"{tally.waited_s / service.seconds:.0%}" if service.seconds > 0 else "-"
@@ -167,17 +165,17 @@ def _cells(service: "Service", tally: "Tally", *, dropped: bool) -> Iterator[str
         yield f"{tally.dropped:,}"
 
 
-def _tallies(service: "Service") -> "list[Tally]":
+def _tallies(service: Service) -> list[Tally]:
     return [*(each.tally for each in service.workers), *service.gone.values()]
 
 
-def _place(service: "Service") -> str:
+def _place(service: Service) -> str:
     if service.epoch and not service.pushed:
         return f"{service.epoch} {'epoch' if service.epoch == 1 else 'epochs'} done"
     return f"epoch {service.epoch}, {service.pushed / service.length:.0%} pushed"
 
 
-def _rate(service: "Service", first: "Service | None") -> float:
+def _rate(service: Service, first: Service | None) -> float:
     """Return updates per second; a resumed training has some that were made in no time of ours."""
     if first is None or service.seconds <= first.seconds:
         return service.updates / service.seconds

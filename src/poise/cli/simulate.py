@@ -52,9 +52,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="only this policy; may be given several times (default: those of the file)",
     )
     parser.add_argument(
-        "--steps", type=whole("steps", 1), metavar="N", help="instead of the file's"
+        "--steps", type=whole("a number of steps", 1), metavar="N", help="instead of the file's"
     )
-    parser.add_argument("--seed", type=_seed, metavar="S", help="instead of the file's")
+    parser.add_argument(
+        "--seed", type=whole("a seed, a whole number", 0), metavar="S", help="instead of the file's"
+    )
     parser.add_argument(
         "--more",
         type=_more,
@@ -211,12 +213,6 @@ def _asked(toml: Toml, *, policies: Sequence[str], steps: int | None, seed: int 
         if name == "static" and not scenario.resources:
             raise InvalidSetting(f"--policy static needs a resource of each worker in {toml.name}")
     return replace(scenario, policies=tuple(policies)) if policies else scenario
-
-
-def _seed(text: str) -> int:
-    if not text.isdigit():
-        raise ArgumentTypeError(f"{text!r} is not a seed, a whole number from 0 up")
-    return int(text)
 
 
 def _more(text: str) -> tuple[str, int]:

@@ -94,14 +94,14 @@ def verify(*, workers: int, steps: int, script: Sequence[str]) -> int:
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
-        type=whole("processes", 2),
+        type=whole("a number of processes", 2),
         metavar="N",
         default=SUPPRESS,
         help="local processes that train with unequal shares (default 3)",
     )
     parser.add_argument(
         "--steps",
-        type=whole("steps", 1),
+        type=whole("a number of steps", 1),
         metavar="K",
         default=SUPPRESS,
         help="steps to compare (default 4)",

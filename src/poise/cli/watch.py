@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--steps",
-        type=whole("steps", 1),
+        type=whole("a number of steps", 1),
         metavar="N",
         help="end the report, not the script, after so many steps (default: the script's end)",
     )
