@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from poise.cli.demo import is_same_accuracy
-from poise.cli.demo_board import Board, verdict
+from poise.cli.demo_board import Board, Lane, verdict
 from poise.cli.demo_images import SPEEDS, images_file, write_images
 from poise.cli.demo_worker import read_images
 from poise.cli.doctor_facts import Facts, advice, thread_warning
 from poise.cli.main import COMMANDS, main
-from poise.cli.requirements import require
+from poise.cli.options import require
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.core.plain import from_plain, to_json
 from poise.errors import InvalidSetting
@@ -163,7 +163,7 @@ def reports(board: Board, worker: int, samples: int, work_s: float, step_s: floa
 
 
 def test_the_verdict_compares_time_waiting_and_accuracy() -> None:
-    plain, balanced = Board("plain", (1.0, 0.5), 5), Board("poise", (1.0, 0.5), 5)
+    plain, balanced = (Board(how, [Lane(1.0), Lane(0.5)], 5) for how in ("plain", "poise"))
     reports(plain, 0, 8, 0.1, 0.2)
     reports(plain, 1, 8, 0.2, 0.2)
     reports(balanced, 0, 11, 0.1, 0.1)

@@ -3,7 +3,7 @@
 import base64
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from io import BytesIO
@@ -14,23 +14,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import poise.cli.requirements
+import poise.cli.options
 from poise.cli.plot_batches import batches
 from poise.cli.plot_curves import progress, throughput
+from poise.cli.plot_sheet import DPI, file_of, write
 from poise.cli.plot_timeline import timeline
-from poise.cli.simulate_page import (
-    DPI,
-    Picture,
-    check_directory,
-    draw_all,
-    page,
-    pictures,
-    write,
-)
+from poise.cli.simulate import check_directory
+from poise.cli.simulate_findings import Findings
+from poise.cli.simulate_page import draw_all, page, pictures
 from poise.errors import InvalidSetting
 from poise.sim.outcome import Outcome, compare
 from poise.sim.scenario import Scenario
 from poise.sim.scenario_file import declared_scenario, read_scenario
+from poise.sim.what_if import WhatIf
 from poise.toml_file import Toml
 
 if TYPE_CHECKING:
@@ -48,6 +44,13 @@ Points = NDArray[np.float64]
 """Times or steps, and values."""
 
 pytestmark = pytest.mark.filterwarnings("error")
+
+
+def draw_into(directory: Path, scenario: Scenario, outcomes: Sequence[Outcome]) -> list[Path]:
+    """Write the page and the pictures; return where the pictures are."""
+    index, *drawn = draw_all(Findings(scenario, outcomes, [], WhatIf()), directory)
+    assert index.name == "index.html"
+    return drawn
 
 
 def declared(*workers: Mapping[str, object], **keys: object) -> Scenario:
@@ -340,7 +343,7 @@ def test_lines_that_are_the_same_share_their_place(
     from matplotlib.image import imread
 
     figure = batches(slowdown, outcomes[0])
-    drawn = imread(BytesIO(Picture("batches", outcomes[0], figure).png()))
+    drawn = imread(BytesIO(file_of(figure)))
     axes = only(figure)
     left, right = (int(part * drawn.shape[1]) for part in axes.get_position().intervalx)
     for line in axes.lines[:4]:
@@ -368,7 +371,7 @@ def test_an_asynchronous_training_shows_computing_and_waiting_only(
     server = {"update_s": 0.01}
     scenario = declared(*tables, mode=mode, noise={"cv": 0.1}, server=server, event=[event])
     found = compare(scenario)
-    assert len(draw_all(scenario, found[:1], tmp_path)) == 3
+    assert len(draw_into(tmp_path, scenario, found[:1])) == 3
     figure = timeline(scenario, found[0])
     assert below(figure) == ["computing", "waiting"]
     assert only(figure).get_title(loc="left") == "even: the last 12 global batches"
@@ -388,7 +391,7 @@ def test_a_policy_that_was_refused_is_told_and_not_drawn(
     names = [picture.name for picture in pictures(slowdown, mixed)]
     assert names == ["throughput", "progress", "timeline-even", "batches-even"]
     assert "static" not in legend(only(throughput(slowdown, mixed)))
-    seen = Seen.of(page(slowdown, mixed, ROWS, []))
+    seen = Seen.of(page(slowdown, mixed, list(pictures(slowdown, mixed)), ROWS, []))
     assert len(seen.images) == 4
     assert "It cannot follow: workers <come> & go" in seen.texts
 
@@ -397,13 +400,13 @@ def test_when_all_are_refused_there_are_no_pictures_but_a_page(
     slowdown: Scenario, tmp_path: Path
 ) -> None:
     refused = [Outcome("static", refused="no")]
-    assert draw_all(slowdown, refused, tmp_path) == []
-    assert Seen.of(page(slowdown, refused, ROWS, [])).images == []
+    assert draw_into(tmp_path, slowdown, refused) == []
+    assert Seen.of(page(slowdown, refused, [], ROWS, [])).images == []
 
 
 def test_one_worker_and_one_step_are_enough(tmp_path: Path) -> None:
     scenario = declared(dict(FAST), steps=1, policies=["even"])
-    assert len(draw_all(scenario, compare(scenario), tmp_path)) == 3
+    assert len(draw_into(tmp_path, scenario, compare(scenario))) == 3
 
 
 def test_pictures_are_written_and_fit_on_their_paper(
@@ -411,7 +414,7 @@ def test_pictures_are_written_and_fit_on_their_paper(
 ) -> None:
     directory = tmp_path / "new" / "pictures"
     check_directory(directory)
-    paths = draw_all(slowdown, outcomes[2:], directory)
+    paths = draw_into(directory, slowdown, outcomes[2:])
     assert [path.name for path in paths] == [
         *("throughput.png", "progress.png", "timeline-auto.png", "batches-auto.png")
     ]
@@ -427,7 +430,7 @@ def test_pictures_are_written_and_fit_on_their_paper(
 
 def test_drawing_needs_no_state_of_matplotlib(slowdown: Scenario, outcomes: list[Outcome]) -> None:
     before = "matplotlib.pyplot" in sys.modules
-    next(pictures(slowdown, outcomes)).png()
+    assert next(pictures(slowdown, outcomes)).png
     assert ("matplotlib.pyplot" in sys.modules) == before
 
 
@@ -439,15 +442,15 @@ def test_a_place_where_nothing_can_be_written_is_refused(
         check_directory(tmp_path / "file" / "pictures")
     (tmp_path / "throughput.png").mkdir()
     with pytest.raises(InvalidSetting, match=r"throughput\.png cannot be written: Is a directory"):
-        draw_all(slowdown, outcomes[:1], tmp_path)
+        draw_into(tmp_path, slowdown, outcomes[:1])
     with pytest.raises(InvalidSetting, match=r"throughput\.png cannot be written: Is a directory"):
-        write(tmp_path / "throughput.png", page(slowdown, [], ROWS, []).encode())
+        write(tmp_path / "throughput.png", page(slowdown, [], [], ROWS, []).encode())
 
 
 def test_without_matplotlib_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poise.cli.requirements, "find_spec", lambda _: None)
+    monkeypatch.setattr(poise.cli.options, "find_spec", lambda _: None)
     with pytest.raises(InvalidSetting, match=r"matplotlib cannot be imported.*poise\[report\]"):
         check_directory(tmp_path)
 
@@ -456,7 +459,9 @@ def test_a_page_stands_alone_and_holds_everything(
     slowdown: Scenario, outcomes: list[Outcome], tmp_path: Path
 ) -> None:
     path = tmp_path / "index.html"
-    write(path, page(slowdown, outcomes[2:], ROWS, ["auto is 3 < 4 times as fast"]).encode())
+    drawn = list(pictures(slowdown, outcomes[2:]))
+    text = page(slowdown, outcomes[2:], drawn, ROWS, ["auto is 3 < 4 times as fast"])
+    write(path, text.encode())
     seen = Seen.of(path.read_text(encoding="utf-8"))
     assert seen.outside == []
     assert not {"script", "link", "iframe"} & set(seen.tags)
@@ -478,7 +483,8 @@ def test_a_hostile_title_is_only_text(slowdown: Scenario, outcomes: list[Outcome
     cluster = replace(slowdown.cluster, title=HOSTILE * 5, note=HOSTILE)
     scenario = replace(slowdown, cluster=cluster)
     renamed = [replace(outcomes[0], policy='"><img src=x>')]
-    text = page(scenario, renamed, [[HOSTILE], [HOSTILE]], [HOSTILE])
+    drawn = list(pictures(scenario, renamed))
+    text = page(scenario, renamed, drawn, [[HOSTILE], [HOSTILE]], [HOSTILE])
     seen = Seen.of(text)
     assert "<script" not in text
     assert seen.outside == []

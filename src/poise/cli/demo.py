@@ -9,10 +9,9 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.live import Live
 
-from poise.cli.demo_board import Board, picture, verdict
+from poise.cli.demo_board import Board, Lane, picture, verdict
 from poise.cli.demo_images import SPEEDS, errors_file, images_file, write_images
-from poise.cli.options import whole
-from poise.cli.requirements import require
+from poise.cli.options import require, whole
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.lab import Lab
 
@@ -25,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add what `demo` takes."""
     parser.add_argument(
         "--steps",
-        type=whole("steps", 10),  # the first ones are not timed
+        type=whole("a number of steps", 10),  # the first ones are not timed
         default=200,
         metavar="N",
         help="steps of each training, at least 10 (default 200, about a minute)",
@@ -63,7 +62,7 @@ def is_same_accuracy(one: float, other: float) -> bool:
 
 def _train(console: Console, directory: Path, how: str, steps: int) -> Board:
     """Show a training until it is done; return what was seen."""
-    board = Board(_TITLES[how], SPEEDS, steps)
+    board = Board(_TITLES[how], [Lane(cores) for cores in SPEEDS], steps)
     script = ["-m", "poise.cli.demo_worker", str(directory), how, str(steps)]
     with (
         Lab(SPEEDS, say=lambda remark: console.print(f"lab: {remark}")) as lab,

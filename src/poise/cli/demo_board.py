@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from poise.cli.columns import right
 from poise.cli.worker_messages import Message
 
 _RECENT = 8
@@ -19,6 +20,7 @@ _RECENT = 8
 class Lane:
     """One worker of a training."""
 
+    cores: float
     samples: int = 0
     """Its last local batch."""
     work_s: list[float] = field(default_factory=list)
@@ -37,15 +39,11 @@ class Board:
     """One training as it goes."""
 
     title: str
-    cores: Sequence[float]
+    lanes: Sequence[Lane]
     steps: int
-    lanes: list[Lane] = field(init=False)
     step: int = 0
     tests: list[tuple[float, float]] = field(default_factory=list)
     """Seconds of training so far, and the accuracy then."""
-
-    def __post_init__(self) -> None:
-        self.lanes = [Lane() for _ in self.cores]
 
     def note(self, worker: int, message: Message) -> None:
         """Take in what a worker tells."""
@@ -85,11 +83,10 @@ class Board:
 
 def picture(board: Board) -> Group:
     """Return the live table with its progress bar."""
-    table = Table("worker", title=board.title, title_justify="left")
-    for heading in ("cores", "local batch", "ms a step", "waiting", "samples/s"):
-        table.add_column(heading, justify="right", min_width=len(heading))
-    for worker, (cores, lane) in enumerate(zip(board.cores, board.lanes, strict=True)):
-        table.add_row(str(worker), f"{cores:g}", *_cells(lane))
+    columns = right("cores", "local batch", "ms a step", "waiting", "samples/s")
+    table = Table("worker", *columns, title=board.title, title_justify="left")
+    for worker, lane in enumerate(board.lanes):
+        table.add_row(str(worker), f"{lane.cores:g}", *_cells(lane))
     line = Table.grid(padding=(0, 2))
     place = f"step {board.step:>{len(str(board.steps))}} of {board.steps}"
     if board.tests:
@@ -101,9 +98,8 @@ def picture(board: Board) -> Group:
 def verdict(plain: Board, balanced: Board) -> tuple[Table, str]:
     """Return the comparison, and a sentence about it."""
     reached = min(plain.accuracy, balanced.accuracy)
-    table = Table("", title="The same images, the same order, the same machine")
-    table.add_column("plain DDP", justify="right")
-    table.add_column("Poise", justify="right")
+    title = "The same images, the same order, the same machine"
+    table = Table("", *right("plain DDP", "Poise"), title=title)
     boards = (plain, balanced)
     table.add_row("step, median", *[f"{each.step_s * 1e3:.0f} ms" for each in boards])
     table.add_row("waiting for others and the network", *[f"{each.waiting:.0%}" for each in boards])
@@ -112,7 +108,8 @@ def verdict(plain: Board, balanced: Board) -> tuple[Table, str]:
         f"until {reached:.1%} accuracy", *[f"{each.seconds_to(reached):.1f} s" for each in boards]
     )
     table.add_row("accuracy at the end", *[f"{each.accuracy:.1%}" for each in boards])
-    ceiling = statistics.mean(plain.cores) / min(plain.cores)
+    cores = [lane.cores for lane in plain.lanes]
+    ceiling = statistics.mean(cores) / min(cores)
     faster = plain.trained_s / balanced.trained_s
     return table, (
         f"Poise trained {faster:.2f} times as fast, the time to learn the split included; by the "

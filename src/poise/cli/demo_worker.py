@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -32,8 +31,6 @@ from poise.environment import launched_as
 from poise.torch import Balancer
 from poise.watch.hooks import watching
 from poise.watch.recorder import Recorder
-
-How = Literal["plain", "poise"]
 
 GLOBAL_BATCH = 240
 SEED = 1
@@ -134,7 +131,7 @@ class Balanced:
         self._balancer.close()
 
 
-def main(directory: Path, how: How, steps: int) -> None:
+def main(directory: Path, how: str, steps: int) -> None:
     """Train as one worker of the group that the environment describes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends us
     launch = launched_as()
@@ -196,4 +193,4 @@ def _block(inputs: int, outputs: int) -> nn.Module:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))  # type: ignore[arg-type]
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from poise.cli.columns import right
 from poise.cli.doctor_facts import Examination, Facts, advice
-from poise.cli.options import add_script, whole
-from poise.cli.requirements import require
+from poise.cli.options import add_script, require, whole
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.core.plain import from_plain
 from poise.environment import launched_as
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        type=whole("processes", 2),  # fewer have nothing to send
+        type=whole("a number of processes", 2),  # fewer have nothing to send
         metavar="N",
         help="local processes that time the all-reduce when no launcher started any (default 2)",
     )
@@ -104,10 +104,8 @@ def _print_report(console: Console, examination: Examination, peers: str) -> Non
 
 def _workers_table(workers: Sequence[Facts]) -> Table:
     with_lead = any(facts.lead is not None for facts in workers)
-    table = Table("worker", "host", title="Workers", title_justify="left")
-    leads = ["lead"] if with_lead else []
-    for heading in ["cores", "threads", "OpenMP", "accelerators", *leads]:
-        table.add_column(heading, justify="right", no_wrap=True)
+    columns = right("cores", "threads", "OpenMP", "accelerators", *(["lead"] if with_lead else []))
+    table = Table("worker", "host", *columns, title="Workers", title_justify="left")
     for facts in workers:
         openmp = "not set" if facts.openmp_threads is None else str(facts.openmp_threads)
         row = [str(facts.worker), escape(facts.host), str(facts.cores), str(facts.threads), openmp]
@@ -117,12 +115,11 @@ def _workers_table(workers: Sequence[Facts]) -> Table:
 
 def _timings_table(examination: Examination, peers: str) -> Table:
     title = f"All-reduce between {peers}, backend {examination.backend}"
-    table = Table(title=title, title_justify="left", min_width=len(title))
-    for heading in ("size", "median ms", "MB/s"):
-        table.add_column(heading, justify="right")
-    for timing in examination.timings:
-        speed = timing.size_bytes / timing.median_s / 1e6
-        table.add_row(_size(timing.size_bytes), f"{timing.median_s * 1e3:.3g}", f"{speed:,.0f}")
+    columns = right("size", "median ms", "MB/s")
+    table = Table(*columns, title=title, title_justify="left", min_width=len(title))
+    for size_bytes, median_s in examination.timings.items():
+        speed = size_bytes / median_s / 1e6
+        table.add_row(_size(size_bytes), f"{median_s * 1e3:.3g}", f"{speed:,.0f}")
     return table
 
 

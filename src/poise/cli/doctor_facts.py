@@ -27,21 +27,13 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """How long an all-reduce of one size takes."""
-
-    size_bytes: int
-    median_s: float
-
-
-@dataclass(frozen=True)
 class Examination:
     """What all workers together found out."""
 
     workers: tuple[Facts, ...]
     backend: str
-    timings: tuple[Timing, ...]
-    """Empty where there is nobody to reduce with."""
+    timings: Mapping[int, float]
+    """Median seconds of an all-reduce by its bytes; empty where there is nobody to reduce with."""
 
 
 def advice(workers: Sequence[Facts]) -> list[str]:

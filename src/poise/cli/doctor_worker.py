@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from poise import __version__, environment
-from poise.cli.doctor_facts import Examination, Facts, Timing
+from poise.cli.doctor_facts import Examination, Facts
 from poise.cli.worker_messages import send
 from poise.core.plain import from_plain, to_json, to_plain
 from poise.errors import InvalidSetting
@@ -85,26 +85,10 @@ def examine(
         warned: what its script was warned of.
     """
     group = peers.generation.gradients
-    repeats = _REPEATS.items() if peers.generation.workers > 1 else ()
-    timings = tuple(_time_all_reduce(group, device, *each) for each in repeats)
-    own = _facts(peers.generation.worker, lead, warned)
-    texts = peers.control.texts(to_json(own), "doctor")
-    if peers.generation.worker != 0:
-        return None
-    everyone = tuple(from_plain(Facts, json.loads(text)) for text in texts)
-    return Examination(everyone, str(dist.get_backend(group)), timings)
-
-
-def main() -> None:
-    """Take part in an all-reduce; worker 0 tells the parent how long it took."""
-    examination = examine_group()
-    if examination is not None:
-        send(**to_plain(examination))
-
-
-def _facts(worker: int, lead: int | None, warned: Sequence[str]) -> Facts:
-    return Facts(
-        worker=worker,
+    repeats = _REPEATS if peers.generation.workers > 1 else {}
+    timings = {size: _all_reduce_s(group, device, size, repeats[size]) for size in repeats}
+    own = Facts(
+        worker=peers.generation.worker,
         host=socket.gethostname(),
         versions={
             "Python": platform.python_version(),
@@ -120,6 +104,18 @@ def _facts(worker: int, lead: int | None, warned: Sequence[str]) -> Facts:
         lead=lead,
         warnings=tuple(warned),
     )
+    texts = peers.control.texts(to_json(own), "doctor")
+    if peers.generation.worker != 0:
+        return None
+    everyone = tuple(from_plain(Facts, json.loads(text)) for text in texts)
+    return Examination(everyone, str(dist.get_backend(group)), timings)
+
+
+def main() -> None:
+    """Take part in an all-reduce; worker 0 tells the parent how long it took."""
+    examination = examine_group()
+    if examination is not None:
+        send(**to_plain(examination))
 
 
 def _accelerators() -> str:
@@ -138,20 +134,19 @@ def _chosen_device() -> torch.device:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-def _time_all_reduce(
+def _all_reduce_s(
     group: dist.ProcessGroup, device: torch.device, size_bytes: int, repeats: int
-) -> Timing:
+) -> float:
+    """Return the median time of an all-reduce."""
     tensor = torch.zeros(size_bytes // 4, device=device)
-    times_s = [_all_reduce_s(group, tensor) for _ in range(_WARM_UPS + repeats)]
-    return Timing(size_bytes, median(times_s[_WARM_UPS:]))
-
-
-def _all_reduce_s(group: dist.ProcessGroup, tensor: torch.Tensor) -> float:
-    start_s = time.perf_counter()
-    dist.all_reduce(tensor, group=group)
-    if tensor.device.type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start_s
+    times_s = []
+    for _ in range(_WARM_UPS + repeats):
+        start_s = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        times_s.append(time.perf_counter() - start_s)
+    return median(times_s[_WARM_UPS:])
 
 
 class _Prepared(BaseException):

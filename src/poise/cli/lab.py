@@ -3,8 +3,7 @@
 from argparse import ArgumentParser
 from typing import Any
 
-from poise.cli.options import add_script, without_dashes
-from poise.cli.requirements import require
+from poise.cli.options import add_script, require, without_dashes
 from poise.environment import launched_as
 from poise.errors import InvalidSetting
 from poise.lab import Lab

@@ -1,19 +1,24 @@
-"""Words of the command line that several commands understand."""
+"""What several commands take from the command line, and need beyond the base install."""
 
+import math
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
+from importlib.util import find_spec
+
+from poise.errors import InvalidSetting
 
 
-def whole(what: str, least: int) -> Callable[[str], int]:
-    """Return how to read a number of something.
+def whole(what: str, least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return how to read a whole number.
 
-    >>> whole("steps", 1)("12")
+    >>> whole("a number of steps", 1)("12")
     12
     """
 
     def read(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise ArgumentTypeError(f"{text!r} is not a number of {what} from {least} up")
+        if not text.isdigit() or not least <= int(text) <= most:
+            end = "up" if most == math.inf else f"to {most}"
+            raise ArgumentTypeError(f"{text!r} is not {what} from {least} {end}")
         return int(text)
 
     return read
@@ -31,7 +36,7 @@ def above_0(what: str) -> Callable[[str], float]:
             value = float(text)
         except ValueError:
             value = 0.0
-        if not 0 < value < float("inf"):
+        if not 0 < value < math.inf:
             raise ArgumentTypeError(f"{text!r} is not {what} above 0")
         return value
 
@@ -48,3 +53,13 @@ def add_script(parser: ArgumentParser, *, more: str = "") -> None:
 def without_dashes(words: list[str]) -> list[str]:
     """Return a script with its arguments, without the -- that may stand before it."""
     return words[1:] if words[:1] == ["--"] else words
+
+
+def require(*modules: str, extra: str) -> None:
+    """Raise, naming the extra to install, unless all modules can be imported."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise InvalidSetting(
+            f"{' and '.join(missing)} cannot be imported, but this command needs it; "
+            f'run: pip install "poise[{extra}]"'
+        )

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
+from poise.cli.columns import right
+from poise.cli.options import require
 from poise.cli.plan_findings import Findings, Learning, Planned, find
-from poise.cli.plan_sweep import check_picture, draw, sweep
 from poise.cluster_file import Kind, read_cluster
 from poise.core.cluster import Worker
 from poise.core.planning import Worth
@@ -85,7 +86,7 @@ def plan(
     """
     batch = _samples("--global-batch", global_batch)
     if picture is not None:
-        check_picture(Path(picture))
+        _check_picture(Path(picture))
     cluster = read_cluster(file)
     scale = cluster.noise_scale if noise_scale is None else _scale(noise_scale)
     start = cluster.start_batch
@@ -97,12 +98,23 @@ def plan(
             )
     findings = find(cluster, batch, scale, start)
     if picture is not None:
-        draw(findings, sweep(findings), Path(picture))
+        from poise.cli.plan_sweep import draw  # not above: it needs matplotlib
+
+        draw(findings, Path(picture))
     if as_json:
         print(json.dumps(findings.as_json(), indent=2))
     else:
         _print(findings, picture)
     return 0
+
+
+def _check_picture(path: Path) -> None:
+    """Raise unless a picture of this name can be drawn."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise InvalidSetting(
+            f"--sweep {path} is not a picture that can be drawn; name it .png or .svg"
+        )
+    require("matplotlib", extra="report")
 
 
 def _samples(option: str, text: str) -> int:
@@ -188,12 +200,12 @@ def _print(findings: Findings, picture: str | None) -> None:
 
 
 def _table(rows: list[_Row], step_s: float) -> Table:
-    table = Table()
-    table.add_column("worker", overflow="fold")
-    for heading in ("local batch", "share", "predicted"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
+    table = Table(
+        Column("worker", overflow="fold"),
+        *right("local batch", "share", "predicted"),
+        Column("bound by", no_wrap=True),
+        *right("memory"),
+    )
     shares = [row.planned.share for row in rows if row.planned.share > 0]
     smallest = min(shares, default=1.0)
     for row in rows:

@@ -5,12 +5,12 @@ from typing import Any
 
 from poise.cluster_file import DeclaredCluster, Kind
 from poise.core.cluster import Worker, limits_of, speed_model
-from poise.core.goodput import best_global_batch, goodput
+from poise.core.goodput import best_batch, goodput
 from poise.core.limits import Limits
-from poise.core.plan import Plan
-from poise.core.planning import Worth, plan, worth_of
+from poise.core.plan import Plan, best_plan
+from poise.core.planning import Worth, worth_of
 from poise.core.split import Split, even_split
-from poise.core.timing import Bound
+from poise.core.timing import Bound, SpeedModel
 from poise.errors import InfeasibleSplit
 
 REACH = 16
@@ -67,6 +67,8 @@ class Findings:
     """The plan of a cluster, and what it is compared with."""
 
     cluster: DeclaredCluster
+    model: SpeedModel
+    limits: Limits
     plan: Plan
     even: Even
     worths: tuple[tuple[Kind, Worth], ...]
@@ -127,12 +129,14 @@ def find(
         noise_scale: the gradient noise scale in samples; None: no other batches are looked at.
         start_batch: the global batch that the learning rate is chosen for; None: this one.
     """
-    best = plan(cluster.workers, cluster.network, global_batch=global_batch)
+    model, limits = speed_model(cluster.workers, cluster.network), limits_of(cluster.workers)
+    best = best_plan(model, limits, global_batch)
     learning = None
     if noise_scale is not None:
-        learning = _learning(cluster, global_batch, noise_scale, start_batch or global_batch)
-    even = even_of(best, limits_of(cluster.workers))
-    return Findings(cluster, best, even, _worths(cluster, best), learning)
+        start = start_batch or global_batch
+        learning = _learning(model, limits, global_batch, noise_scale, start)
+    even = even_of(best, limits)
+    return Findings(cluster, model, limits, best, even, _worths(cluster, best), learning)
 
 
 def even_of(best: Plan, limits: Limits) -> Even:
@@ -149,8 +153,7 @@ def even_of(best: Plan, limits: Limits) -> Even:
 
 def batches_around(limits: Limits, global_batch: int) -> tuple[int, int]:
     """Return the range of global batches to look at: all that are feasible, up to a few times."""
-    least, most = max(1, int(limits.low.sum())), int(limits.high.sum())
-    return least, min(most, REACH * global_batch)
+    return max(1, limits.least), min(limits.most, REACH * global_batch)
 
 
 def _planned_bytes(worker: Worker, local_batch: int) -> float | None:
@@ -187,11 +190,10 @@ def _worths(cluster: DeclaredCluster, best: Plan) -> tuple[tuple[Kind, Worth], .
 
 
 def _learning(
-    cluster: DeclaredCluster, global_batch: int, noise_scale: float, start_batch: int
+    model: SpeedModel, limits: Limits, global_batch: int, noise_scale: float, start_batch: int
 ) -> Learning:
-    model, limits = speed_model(cluster.workers, cluster.network), limits_of(cluster.workers)
     allowed = batches_around(limits, global_batch)
-    best = best_global_batch(cluster.workers, cluster.network, noise_scale, start_batch, allowed)
+    best = best_batch(model, limits, noise_scale, start_batch, allowed)
     here, there = (
         goodput(model, limits, noise_scale, start_batch, batch) for batch in (global_batch, best)
     )

@@ -4,25 +4,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from poise.cli.plan_findings import Findings, batches_around, even_of
-from poise.cli.plot_sheet import QUIET, Sheet, counted
-from poise.cli.requirements import require
-from poise.core.cluster import limits_of, speed_model
+from poise.cli.plot_sheet import QUIET, Sheet, counted, file_of, write
 from poise.core.goodput import efficiency
 from poise.core.limits import Limits
 from poise.core.plan import best_plan
-from poise.errors import InfeasibleSplit, InvalidSetting
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from poise.errors import InfeasibleSplit
 
 POINTS = 90
-SUFFIXES = (".png", ".svg")
 
 _BEST, _EVEN, _GOODPUT = "#1b6ca8", "#c8553d", "#3a7d44"
 
@@ -38,23 +32,18 @@ class Point:
     """The same with an even split; None where that does not fit."""
 
 
-def check_picture(path: Path) -> None:
-    """Raise unless a picture of this name can be drawn."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise InvalidSetting(
-            f"--sweep {path} is not a picture that can be drawn; name it .png or .svg"
-        )
-    require("matplotlib", extra="report")
+def draw(findings: Findings, path: Path) -> None:
+    """Write the picture; raises InvalidSetting if the file cannot be written."""
+    write(path, file_of(figure(findings, sweep(findings)), path.suffix[1:]))
 
 
 def sweep(findings: Findings) -> list[Point]:
     """Plan the cluster for about a hundred global batches, evenly spaced on a logarithmic scale."""
-    cluster = findings.cluster
-    model, limits = speed_model(cluster.workers, cluster.network), limits_of(cluster.workers)
+    limits = findings.limits
     points = []
     for batch in _batches(limits, findings.plan.global_batch):
         try:
-            best = best_plan(model, limits, batch)
+            best = best_plan(findings.model, limits, batch)
         except InfeasibleSplit:  # not a sum of multiples
             continue
         even_s = even_of(best, limits).step_s
@@ -63,15 +52,7 @@ def sweep(findings: Findings) -> list[Point]:
     return points
 
 
-def draw(findings: Findings, points: Sequence[Point], path: Path) -> None:
-    """Write the picture; raises InvalidSetting if the file cannot be written."""
-    try:
-        figure(findings, points).savefig(path, dpi=150)
-    except OSError as error:
-        raise InvalidSetting(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-def figure(findings: Findings, points: Sequence[Point]) -> "Figure":
+def figure(findings: Findings, points: Sequence[Point]) -> Figure:
     """Return the picture: an object of its own, which nothing else knows of."""
     sheet = Sheet(4.6, 7.5)
     axes = sheet.axes
@@ -103,13 +84,13 @@ def _last_even(limits: Limits) -> int:
     return limits.workers * int(limits.high.min())
 
 
-def _draw_lines(axes: "Axes", points: Sequence[Point], findings: Findings) -> None:
+def _draw_lines(axes: Axes, points: Sequence[Point], findings: Findings) -> None:
     x = [point.global_batch for point in points]
     axes.plot(x, [point.best for point in points], color=_BEST, label="throughput, best split")
     fits = [(point.global_batch, point.even) for point in points if point.even is not None]
     if fits:
         label = "throughput, even split"
-        ends = fits[-1][0] == _last_even(limits_of(findings.cluster.workers)) < x[-1]
+        ends = fits[-1][0] == _last_even(findings.limits) < x[-1]
         axes.plot(
             *zip(*fits, strict=True),
             color=_EVEN,
@@ -125,7 +106,7 @@ def _draw_lines(axes: "Axes", points: Sequence[Point], findings: Findings) -> No
         axes.plot(x, y, color=_GOODPUT, linestyle="-.", label=label)
 
 
-def _mark_batches(axes: "Axes", findings: Findings) -> None:
+def _mark_batches(axes: Axes, findings: Findings) -> None:
     asked, learning = findings.plan.global_batch, findings.learning
     axes.axvline(asked, color=QUIET, linewidth=1, linestyle="--", label=f"asked for: {asked:,}")
     if learning is not None:

@@ -1,19 +1,18 @@
 """A picture of the local batches of a simulation over its steps."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from poise.cli.plot_events import felt_first, in_words
 from poise.cli.plot_sheet import CALM, FAINT, QUIET, Entry, Label, Sheet, name_of, noted, spread
 from poise.core.timing import Floats
 from poise.sim.outcome import Outcome, Point
 from poise.sim.scenario import Scenario
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MOST_LINES = 12
 """Lines of local batches."""
@@ -25,7 +24,7 @@ _AXES_IN = 6.6
 """Inches of axes beside a legend, about."""
 
 
-def batches(scenario: Scenario, outcome: Outcome) -> "Figure":
+def batches(scenario: Scenario, outcome: Outcome) -> Figure:
     """Draw local batches over steps: a line per worker, or of many the mean and range per kind."""
     course = outcome.course
     sheet = Sheet(4.4)
@@ -44,10 +43,8 @@ def batches(scenario: Scenario, outcome: Outcome) -> "Figure":
     return sheet.figure
 
 
-def _draw_workers(axes: "Axes", scenario: Scenario, course: Sequence[Point]) -> list[Entry]:
+def _draw_workers(axes: Axes, scenario: Scenario, course: Sequence[Point]) -> list[Entry]:
     """Draw a line per worker; lines that are the same all along share it in dashes."""
-    from matplotlib.lines import Line2D
-
     table = np.full((scenario.workers, len(course) + 1), np.nan)
     for column, point in enumerate([*course, course[-1]]):
         table[point.workers, column] = point.split
@@ -77,8 +74,6 @@ def _edges(course: Sequence[Point]) -> list[int]:
 
 def _worker_colors(scenario: Scenario) -> list[str]:
     """Return shades of one color for workers of a kind, if those can be told apart."""
-    from matplotlib.colors import to_hex, to_rgb
-
     kinds = scenario.cluster.kinds
     if max(kind.count for kind in kinds) > _MOST_SHADES:
         return list(CALM[: scenario.workers])
@@ -91,9 +86,7 @@ def _worker_colors(scenario: Scenario) -> list[str]:
     return colors
 
 
-def _draw_kinds(
-    axes: "Axes", scenario: Scenario, course: Sequence[Point]
-) -> tuple[list[Entry], str]:
+def _draw_kinds(axes: Axes, scenario: Scenario, course: Sequence[Point]) -> tuple[list[Entry], str]:
     """Draw the mean and range of each kind; return the lines by name, and how to read them."""
     steps = _edges(course)
     kinds = spread(range(len(scenario.cluster.kinds)), MOST_LINES)

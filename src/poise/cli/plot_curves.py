@@ -1,9 +1,10 @@
 """Pictures of throughput and of progress to the goal, over virtual time."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from poise.cli.durations import duration
 from poise.cli.plot_events import felt_at
@@ -12,10 +13,6 @@ from poise.core.timing import Floats
 from poise.engine.modes import Sync
 from poise.sim.outcome import Outcome, Point
 from poise.sim.scenario import Scenario
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _HALF_WINDOW, _ASYNC_HALF_WINDOW = 4, 12
 """Points on each side of a running median, and of a running mean."""
@@ -27,7 +24,7 @@ _CLOCKS = ((1.0, "seconds", 120.0), (60.0, "minutes", 7200.0), (3600.0, "hours",
 """Seconds of a unit of virtual time, its name, and the time up to which it is used."""
 
 
-def throughput(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure":
+def throughput(scenario: Scenario, outcomes: Sequence[Outcome]) -> Figure:
     """Draw the samples per second of each policy over virtual time, and of the best split."""
     shown = drawable(outcomes)
     unit_s, unit = _clock(shown)
@@ -47,7 +44,7 @@ def throughput(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure":
     return sheet.figure
 
 
-def progress(scenario: Scenario, outcomes: Sequence[Outcome]) -> "Figure | None":
+def progress(scenario: Scenario, outcomes: Sequence[Outcome]) -> Figure | None:
     """Draw how near each policy is to the goal, over virtual time; None: there is no goal."""
     goal = None if scenario.learning is None else scenario.learning.target_samples
     if goal is None:
@@ -72,7 +69,7 @@ def drawable(outcomes: Iterable[Outcome]) -> list[Outcome]:
     return [each for each in outcomes if not each.refused and each.course]
 
 
-def _draw_rates(axes: "Axes", scenario: Scenario, outcome: Outcome, unit_s: float) -> Entry:
+def _draw_rates(axes: Axes, scenario: Scenario, outcome: Outcome, unit_s: float) -> Entry:
     color = color_of(outcome.policy)
     times = np.array([point.end_s for point in outcome.course]) / unit_s
     places = felt_at(scenario, outcome.course)
@@ -89,7 +86,7 @@ def _marks_events(scenario: Scenario) -> bool:
 
 
 def _draw_ideal(
-    axes: "Axes", scenario: Scenario, shown: Sequence[Outcome], unit_s: float
+    axes: Axes, scenario: Scenario, shown: Sequence[Outcome], unit_s: float
 ) -> Iterator[Entry]:
     """Draw what the best split makes, by the clock of the last outcome that knows it."""
     for each in reversed(shown):
@@ -103,7 +100,7 @@ def _draw_ideal(
             return
 
 
-def _draw_progress(axes: "Axes", outcome: Outcome, goal: float, unit_s: float) -> "Label":
+def _draw_progress(axes: Axes, outcome: Outcome, goal: float, unit_s: float) -> Label:
     """Draw a curve and its end; return the label of that."""
     color = color_of(outcome.policy)
     course = [(point.end_s, point.effective_samples) for point in outcome.course]

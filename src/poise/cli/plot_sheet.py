@@ -2,15 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from io import BytesIO
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
+from poise.errors import InvalidSetting
 
-Entry = tuple[str, "Artist"]
+Entry = tuple[str, Artist]
 """A name in a legend, and what it names."""
+DPI = 150
 QUIET = "#555555"
 """The color of what is not the subject."""
 CALM = (
@@ -51,8 +56,6 @@ class Sheet:
     """A picture that is being drawn."""
 
     def __init__(self, height_in: float, width_in: float = 8.8) -> None:
-        from matplotlib.figure import Figure
-
         self.figure = Figure(figsize=(width_in, height_in), layout="constrained")
         self.axes = self.figure.add_subplot()
 
@@ -112,8 +115,6 @@ class Sheet:
 
     def legend_below(self, entries: Sequence[tuple[str, str]]) -> None:
         """Write a legend of names and colors below."""
-        from matplotlib.patches import Patch
-
         self.figure.legend(
             handles=[Patch(facecolor=color, label=name) for name, color in entries],
             loc="outside lower center",
@@ -146,6 +147,21 @@ class Sheet:
         )
         line = {"arrowstyle": "-", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
         self.note("", (0, up), arrowprops={"color": label.color, **line}, **place)
+
+
+def file_of(figure: Figure, kind: str = "png") -> bytes:
+    """Return the file of a picture."""
+    file = BytesIO()
+    figure.savefig(file, format=kind, dpi=DPI)
+    return file.getvalue()
+
+
+def write(path: Path, contents: bytes) -> None:
+    """Write a file; raises InvalidSetting if that cannot be."""
+    try:
+        path.write_bytes(contents)
+    except OSError as error:
+        raise InvalidSetting(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def color_of(policy: str) -> str:

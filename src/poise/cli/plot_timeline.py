@@ -1,9 +1,10 @@
 """A picture of what workers did in the last steps of a simulation."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from poise.cli.durations import duration
 from poise.cli.plot_sheet import FAINT, Sheet, counted, name_of, noted, spread, thousands
@@ -12,10 +13,6 @@ from poise.engine.modes import Sync
 from poise.sim.outcome import Outcome
 from poise.sim.scenario import Scenario
 from poise.sim.step import Step
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MOST_ROWS = 24
 """Workers that are shown."""
@@ -32,7 +29,7 @@ _FEW_ROWS, _ROW_IN, _LOW_ROW_IN = 12, 0.27, 0.22
 """Inches of a row of few workers, and of more."""
 
 
-def timeline(scenario: Scenario, outcome: Outcome) -> "Figure":
+def timeline(scenario: Scenario, outcome: Outcome) -> Figure:
     """Draw what workers did in the last steps, a row for each.
 
     Steps stand end to end, from 0. Asynchronous ones are the times in which a global batch was
@@ -107,7 +104,7 @@ def _seats(sizes: Sequence[int], seats: int) -> list[int]:
 
 
 def _draw_bars(
-    axes: "Axes",
+    axes: Axes,
     scenario: Scenario,
     steps: Sequence[Step],
     workers: Sequence[int],
@@ -149,7 +146,7 @@ def _phases(scenario: Scenario, step: Step) -> list[tuple[str, Floats, Floats]]:
     ]
 
 
-def _name_rows(axes: "Axes", names: Sequence[str]) -> None:
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names)
     for label in axes.get_yticklabels():

@@ -3,14 +3,11 @@
 import shlex
 import socket
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from poise.cli.options import above_0, add_script, whole, without_dashes
-from poise.cli.requirements import require
-from poise.cli.serve_board import ServeBoard
+from poise.cli.options import above_0, add_script, require, whole, without_dashes
 from poise.engine.modes import Mode, Sync, mode_of
 from poise.environment import launched_as, shared_secret
 from poise.errors import InvalidSetting
@@ -18,9 +15,6 @@ from poise.runtime.door import check_secret, is_loopback, listening
 from poise.runtime.events import Prepared
 from poise.runtime.instruments import Instrument, instrumented
 from poise.script import check_script, run, show_error
-
-if TYPE_CHECKING:
-    from poise.torch.asynchronous.role import Serving
 
 PORT = 29400
 """Where a server listens unless told otherwise."""
@@ -50,14 +44,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_port,
+        type=whole("a port", 0, _LAST_PORT),
         default=PORT,
         metavar="P",
         help="port to listen on, 0 for any that is free (default 29400)",
     )
     parser.add_argument(
         "--workers",
-        type=whole("workers", 1),
+        type=whole("a number of workers", 1),
         default=1,
         metavar="N",
         help="training starts when so many have joined; more may join later (default 1)",
@@ -126,7 +120,9 @@ def serve(
     chosen = _served_mode(mode)
     _check_save(save, save_every_s)
     require("torch", extra="torch")
-    from poise.torch.asynchronous.role import Serving
+    # Not above: these import torch, whose absence is to be told in one line.
+    from poise.cli.serve_board import ServeBoard
+    from poise.torch.asynchronous.role import Serving, serving_as
 
     board = ServeBoard()
     serving = Serving(
@@ -143,7 +139,8 @@ def serve(
     check_secret(host, shared_secret())
     listening(host, port).close()  # raises before the script has loaded its data
     try:
-        return _served(script, serving)
+        with serving_as(serving):
+            return _served(script)
     finally:
         board.end()
 
@@ -161,18 +158,16 @@ def invitation(address: str, script: Sequence[str]) -> str:
     return f"serving at {address}; workers join with {joining}{secret}"
 
 
-def _served(script: Sequence[str], serving: "Serving") -> int:
+def _served(script: Sequence[str]) -> int:
     """Run the script to its end as `python SCRIPT` does: sys.exit passes, errors are printed.
 
     The Balancer, which closes at the end of the process, tells the workers of what ended it. Python
     notes that in sys.last_value; here it is caught, to be shown as it should be, so we note it.
     """
-    from poise.torch.asynchronous.role import serving_as
-
     prepared: list[Prepared] = []
     noting = Instrument(listen=lambda events: events.on(Prepared, prepared.append))
     try:
-        with serving_as(serving), instrumented(noting):
+        with instrumented(noting):
             run(script)
     except SystemExit as ending:
         if ending.code:
@@ -191,12 +186,6 @@ def _served(script: Sequence[str], serving: "Serving") -> int:
             "give a script that trains with poise.torch.Balancer"
         )
     return 0
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > _LAST_PORT:
-        raise ArgumentTypeError(f"{text!r} is not a port from 0 to {_LAST_PORT}")
-    return int(text)
 
 
 def _served_mode(stated: str | None) -> Mode | None:

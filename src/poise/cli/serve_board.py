@@ -5,16 +5,16 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
-if TYPE_CHECKING:
-    from poise.engine.member import Tally
-    from poise.torch.asynchronous.service import Service
+from poise.cli.columns import right
+from poise.engine.member import Tally
+from poise.torch.asynchronous.service import Service
 
 EVERY_S = 10.0
 """Between two tables that are not on a terminal."""
@@ -41,7 +41,11 @@ class ServeBoard:
         self._file = file or sys.stderr
         self._terminal = self._file.isatty()
         self._clock = clock
-        self._live: Live | None = None
+        self._live = Live(
+            console=Console(file=self._file, highlight=False),
+            refresh_per_second=2,
+            redirect_stdout=sys.stdout.isatty(),  # else it is not the table's neighbor
+        )
         self._first: Service | None = None
         self._last: Service | None = None
         self._printed: tuple[object, ...] = ()
@@ -51,33 +55,23 @@ class ServeBoard:
         """Print a line."""
         self._write(f"poise: {text}\n")
 
-    def show(self, service: "Service") -> None:
+    def show(self, service: Service) -> None:
         """Take in what the server does, and show it if it is time."""
         self._first = self._first or service
         self._last = service
         if self._terminal:
-            self._show_live(picture(service, self._first))
+            # Painted by its own thread: the server waits for no terminal.
+            self._live.update(picture(service, self._first))
+            self._live.start()
         elif self._clock() - self._printed_s >= EVERY_S:
             self._print()
 
     def end(self) -> None:
         """Leave the last state on show."""
-        if self._live is not None:
+        if self._terminal:
             self._live.stop()
-            self._live = None
-        elif not self._terminal:
+        else:
             self._print()
-
-    def _show_live(self, table: Table) -> None:
-        if self._live is None:
-            self._live = Live(
-                table,
-                console=Console(file=self._file, highlight=False),
-                refresh_per_second=2,
-                redirect_stdout=sys.stdout.isatty(),  # else it is not the table's neighbor
-            )
-            self._live.start()
-        self._live.update(table)  # painted by its own thread: the server waits for no terminal
 
     def _print(self) -> None:
         """Print a table, unless nothing has happened since the last one."""
@@ -95,19 +89,20 @@ class ServeBoard:
             pass  # nobody reads it any more, and training goes on
 
 
-def picture(service: "Service", first: "Service | None" = None) -> Table:
+def picture(service: Service, first: Service | None = None) -> Table:
     """Return the table of a server; its rate of updates is that since the first look at it."""
     dropped = any(tally.dropped for tally in _tallies(service))
     table = Table(
-        title=title(service, first), title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        "worker",
+        Column("where", overflow="ellipsis"),
+        *right("batch", "iteration", "waiting", "staleness", "most"),
+        Column("0, 1, 2 ...", no_wrap=True),
+        *right("updates", "samples", *(("dropped",) if dropped else ())),
+        title=title(service, first),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    table.add_column("worker")
-    table.add_column("where", overflow="ellipsis")
-    for heading in ("batch", "iteration", "waiting", "staleness", "most"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("0, 1, 2 ...", no_wrap=True)
-    for heading in ("updates", "samples", *(("dropped",) if dropped else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
     for each in service.workers:
         iteration = "-" if math.isnan(each.iteration_s) else f"{each.iteration_s * 1e3:,.0f} ms"
         batch = f"{each.local_batch:,}" if each.local_batch else "-"
@@ -119,7 +114,7 @@ def picture(service: "Service", first: "Service | None" = None) -> Table:
     return table
 
 
-def title(service: "Service", first: "Service | None" = None) -> str:
+def title(service: Service, first: Service | None = None) -> str:
     """Say in one line how far the training is."""
     parts = [f"poise serve: {service.mode}", _place(service)]
     if service.seconds > 0:
@@ -157,7 +152,7 @@ def bars(staleness: Mapping[int, int]) -> str:
     )
 
 
-def _cells(service: "Service", tally: "Tally", *, dropped: bool) -> Iterator[str]:
+def _cells(service: Service, tally: Tally, *, dropped: bool) -> Iterator[str]:
     """Yield what a worker contributed, from waiting on."""
     total = sum(each.updates for each in _tallies(service))
     yield f"{tally.waited_s / service.seconds:.0%}" if service.seconds > 0 else "-"
@@ -170,17 +165,17 @@ def _cells(service: "Service", tally: "Tally", *, dropped: bool) -> Iterator[str
         yield f"{tally.dropped:,}"
 
 
-def _tallies(service: "Service") -> "list[Tally]":
+def _tallies(service: Service) -> list[Tally]:
     return [*(each.tally for each in service.workers), *service.gone.values()]
 
 
-def _place(service: "Service") -> str:
+def _place(service: Service) -> str:
     if service.epoch and not service.pushed:
         return f"{service.epoch} {'epoch' if service.epoch == 1 else 'epochs'} done"
     return f"epoch {service.epoch}, {service.pushed / service.length:.0%} pushed"
 
 
-def _rate(service: "Service", first: "Service | None") -> float:
+def _rate(service: Service, first: Service | None) -> float:
     """Return updates per second; a resumed training has some that were made in no time of ours."""
     if first is None or service.seconds <= first.seconds:
         return service.updates / service.seconds

@@ -1,13 +1,11 @@
 """The command `poise simulate`: policies side by side on a cluster that is only described."""
 
 import json
-import math
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +13,65 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from poise.cli.durations import duration, three_digits
-from poise.cli.simulate_asked import add_options, asked_scenario
-from poise.cli.simulate_page import check_directory, draw_all, page, write
-from poise.core.split import even_split
-from poise.engine.modes import Sync
+from poise.cli.columns import right
+from poise.cli.options import above_0, require, whole
+from poise.cli.simulate_findings import Findings
 from poise.errors import InvalidSetting
-from poise.sim.conditions import Conditions
-from poise.sim.outcome import Outcome, compare
+from poise.policy.naming import KINDS
+from poise.sim.outcome import compare
 from poise.sim.scenario import Scenario
+from poise.sim.scenario_file import MOST_STEPS, declared_scenario
 from poise.sim.step import Step
 from poise.sim.what_if import WhatIf
-from poise.toml_file import read_toml
-
-_SURE = 2.0
-"""Standard errors of an interval that is shown."""
+from poise.toml_file import Toml, nearest, read_toml
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what `simulate` takes."""
-    add_options(parser)
+    parser.description = (
+        f"{parser.description} The engine is that of live training; workers and clock are virtual. "
+        "Shows the mean step, waiting, regret to the best split, plan changes, the time to the "
+        "goal, worker-hours and cost."
+    )
+    parser.add_argument("file", metavar="SCENARIO.toml", help="a cluster, and what happens to it")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--out", metavar="DIR", help="draw pictures and a page, index.html; needs poise[report]"
+    )
+    parser.add_argument(
+        "--record", metavar="DIR", help="write the record of each policy, POLICY.jsonl"
+    )
+    parser.add_argument(
+        "--policy",
+        dest="policies",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this policy; may be given several times (default: those of the file)",
+    )
+    parser.add_argument(
+        "--steps", type=whole("a number of steps", 1), metavar="N", help="instead of the file's"
+    )
+    parser.add_argument(
+        "--seed", type=whole("a seed, a whole number", 0), metavar="S", help="instead of the file's"
+    )
+    parser.add_argument(
+        "--more",
+        type=_more,
+        action="append",
+        default=[],
+        metavar="WORKER[=N]",
+        help="what if there were one more worker, or N, like those of this name",
+    )
+    parser.add_argument(
+        "--network",
+        type=above_0("a number"),
+        default=1.0,
+        metavar="F",
+        help="what if the network were F times as fast",
+    )
     parser.set_defaults(command=simulate)
 
 
@@ -66,7 +101,7 @@ def simulate(
         as_json: print one JSON object.
     """
     toml, what_if = read_toml(file), WhatIf(tuple(more), network)
-    asked = partial(asked_scenario, policies=policies, steps=steps, seed=seed)
+    asked = partial(_asked, policies=policies, steps=steps, seed=seed)
     base = asked(toml)
     scenario = asked(what_if.applied(toml)) if what_if else base
     if out is not None:
@@ -78,7 +113,11 @@ def simulate(
     if all(each.refused for each in outcomes):
         raise InvalidSetting(f"{file}: {outcomes[0].refused}")
     findings = Findings(scenario, outcomes, before, what_if)
-    written = _pictures(findings, out)
+    written: list[str] = []
+    if out is not None:
+        from poise.cli.simulate_page import draw_all  # not above: it needs matplotlib
+
+        written = [str(path) for path in draw_all(findings, Path(out))]
     if as_json:
         print(json.dumps({**findings.as_json(), "files": written}, indent=2, allow_nan=False))
     else:
@@ -86,126 +125,10 @@ def simulate(
     return 0
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What comes of a scenario, and of the same without a change that was asked about."""
-
-    scenario: Scenario
-    outcomes: Sequence[Outcome]
-    before: Sequence[Outcome]
-    what_if: WhatIf
-
-    def rows(self) -> list[list[str]]:
-        """Return the table, its heading first."""
-        columns = _columns(self.scenario)
-        return [
-            ["policy", *columns],
-            *([each.policy, *_cells(each, columns)] for each in self.outcomes),
-        ]
-
-    def sentences(self) -> Iterator[str]:
-        """Yield what the table does not say."""
-        yield from self._gain()
-        yield from self._difference()
-        yield from (f"note: {each}" for each in self.scenario.notes)
-        latest_s = max((each.clock_s for each in self.outcomes), default=0.0)
-        for event in self.scenario.events:
-            if event.at_s is not None and event.at_s > latest_s:
-                yield f"what is to happen at {duration(event.at_s)} never did: all was over before"
-        if self.scenario.error is not None:
-            yield (
-                f"this cluster was calibrated: held-out steps were mispredicted by "
-                f"{_percent(self.scenario.error)} on average"
-            )
-        for each in self.outcomes:
-            if each.refused:
-                yield f"{each.policy} cannot follow: {each.refused}"
-        goal = self.scenario.learning and self.scenario.learning.target_samples
-        ran = [each for each in self.outcomes if not each.refused]
-        if missed := [each.policy for each in ran if goal and each.target_s is None]:
-            yield (
-                f"the goal is not reached within {self.scenario.steps:,} steps by "
-                f"{', '.join(missed)}; raise steps"
-            )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
-        scenario = self.scenario
-        ceiling, unknown = self._ceiling()
-        return {
-            "title": scenario.cluster.title,
-            "workers": scenario.workers,
-            "global_batch": scenario.global_batch,
-            "mode": str(scenario.mode),
-            "seed": scenario.seed,
-            "error": scenario.error,
-            "ceiling": ceiling,
-            "ceiling_unknown": unknown,
-            "outcomes": [_plain(each) for each in self.outcomes],
-            "what_if": str(self.what_if) or None,
-            "before": [_plain(each) for each in self.before],
-        }
-
-    def _ceiling(self) -> tuple[float | None, str | None]:
-        """Return how many times as fast as even the best split makes a step, or why not.
-
-        It is what no split of the same global batch exceeds, from the first step to the last.
-        """
-        scenario = self.scenario
-        if not isinstance(scenario.mode, Sync):
-            return None, "workers do not wait for each other"
-        if scenario.changes_over_steps:
-            return None, "the cluster changes, and the best split with it"
-        moment = Conditions(scenario).at(0, 0.0)
-        if not moment.cluster.is_plain:
-            return None, "the best split is only the best that was found"
-        limits = scenario.limits.take(moment.present.tolist())
-        even = even_split(len(moment.present), scenario.global_batch)
-        if not limits.allow(even):
-            return None, "an even split does not fit"
-        _, best_s = moment.cluster.best(scenario.global_batch, limits)
-        return moment.cluster.step_s(even) / best_s, None
-
-    def _gain(self) -> Iterator[str]:
-        """Yield how much faster the fastest is than even."""
-        known = {each.policy: each for each in self.outcomes if not each.refused}
-        even = known.pop("even", None)
-        if even is None or not known:
-            return
-        reached = all(each.target_s is not None for each in known.values())
-        best = min(known.values(), key=attrgetter("target_s" if reached else "step_s"))
-        yield f"{self._compared(best, even)} as even"
-        ceiling, unknown = self._ceiling()
-        if ceiling is None:
-            yield f"no ceiling is known: {unknown}"
-        else:
-            yield (
-                "no split of the same global batch can make steps more than "
-                f"{ceiling:.2f} times as fast as even"
-            )
-
-    def _difference(self) -> Iterator[str]:
-        """Yield what a change brings to each policy."""
-        for was, now in zip(self.before, self.outcomes, strict=False):
-            if not was.refused and not now.refused:
-                hours = now.worker_hours / was.worker_hours
-                yield (
-                    f"with {self.what_if}, {self._compared(now, was)}, for {hours:.2f} times the "
-                    "worker-hours"
-                )
-
-    def _compared(self, now: Outcome, was: Outcome) -> str:
-        """Say how many times as fast one is, by the time to the goal if both reach it.
-
-        Where steps are known to be mispredicted, also what that means for it.
-        """
-        if now.target_s is not None and was.target_s is not None:
-            does, ratio = "reaches the goal", was.target_s / now.target_s
-        else:
-            does, ratio = "makes steps", was.step_s / now.step_s
-        error = self.scenario.error
-        sure = "" if error is None else f" (± {_SURE * math.sqrt(2) * error * ratio:.2f})"
-        return f"{now.policy} {does} {ratio:.2f}{sure} times as fast"
+def check_directory(path: Path) -> None:
+    """Raise unless pictures can be drawn into a directory, which is made."""
+    require("matplotlib", extra="report")
+    _make(path, str(path))
 
 
 def _directory(path: str | None, policies: Sequence[str]) -> Path | None:
@@ -218,11 +141,15 @@ def _directory(path: str | None, policies: Sequence[str]) -> Path | None:
                 f"--record {path} holds {name}.jsonl, and records are not overwritten; choose "
                 "another directory"
             )
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidSetting(f"--record {path} cannot be made: {error.strerror}") from None
+    _make(Path(path), f"--record {path}")
     return Path(path)
+
+
+def _make(path: Path, named: str) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidSetting(f"{named} cannot be made: {error.strerror or error}") from None
 
 
 @contextmanager
@@ -247,25 +174,14 @@ def _progress(scenario: Scenario, *, again: bool) -> Iterator[Any]:
         yield watch
 
 
-def _pictures(findings: Findings, out: str | None) -> list[str]:
-    if out is None:
-        return []
-    scenario, outcomes = findings.scenario, findings.outcomes
-    drawn = draw_all(scenario, outcomes, Path(out))
-    index = Path(out) / "index.html"
-    write(index, page(scenario, outcomes, findings.rows(), findings.sentences()).encode())
-    return [str(index), *(str(path) for path in drawn)]
-
-
 def _show(findings: Findings, written: Sequence[str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     title = findings.scenario.cluster.title
     if title:
         console.print(f"[bold]{escape(title)}[/]")
-    heading, *rows = findings.rows()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, name in enumerate(heading):
-        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+    (policy, *columns), *rows = findings.rows()
+    first = Column(policy, no_wrap=True)
+    table = Table(first, *right(*columns), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table, soft_wrap=False)
@@ -273,55 +189,34 @@ def _show(findings: Findings, written: Sequence[str]) -> None:
         console.print(escape(sentence))
 
 
-def _columns(scenario: Scenario) -> list[str]:
-    columns = ["step", "waiting", "regret", "changes"]
-    if not isinstance(scenario.mode, Sync):
-        columns.remove("regret")
-    if scenario.learning is not None and scenario.learning.target_samples is not None:
-        columns.append("to goal")
-    columns += ["worker h"]
-    return [*columns, "cost"] if scenario.prices else columns
+def _asked(toml: Toml, *, policies: Sequence[str], steps: int | None, seed: int | None) -> Scenario:
+    """Return the scenario of a file, with what is asked instead of what the file says."""
+    scenario = declared_scenario(toml)
+    if steps is not None:
+        if steps > MOST_STEPS:
+            raise InvalidSetting(f"--steps {steps} is too many; give at most {MOST_STEPS}")
+        late = [event.at_step for event in scenario.events if event.at_step is not None]
+        if late and max(late) >= steps:
+            raise InvalidSetting(
+                f"--steps {steps} ends before the event of step {max(late)}; give more"
+            )
+        scenario = replace(scenario, steps=steps)
+    if seed is not None:
+        scenario = replace(scenario, seed=seed)
+    if len(set(policies)) < len(policies):
+        raise InvalidSetting(f"--policy {policies[-1]} is given twice; give it once")
+    for name in policies:
+        if name not in KINDS:
+            raise InvalidSetting(f"--policy {name} is unknown; {nearest(name, KINDS)}")
+        if name == "fixed" and not scenario.split:
+            raise InvalidSetting(f"--policy fixed needs split = [...] in {toml.name}")
+        if name == "static" and not scenario.resources:
+            raise InvalidSetting(f"--policy static needs a resource of each worker in {toml.name}")
+    return replace(scenario, policies=tuple(policies)) if policies else scenario
 
 
-def _cells(outcome: Outcome, columns: Sequence[str]) -> list[str]:
-    """Return a policy's row."""
-    if outcome.refused:
-        return ["-"] * len(columns)
-    cells = {
-        "step": duration(outcome.step_s),
-        "waiting": _percent(outcome.waiting),
-        "regret": _percent(outcome.regret),
-        "changes": f"{outcome.changes:,}",
-        "to goal": "-" if outcome.target_s is None else duration(outcome.target_s),
-        "worker h": three_digits(outcome.worker_hours),
-        "cost": f"{outcome.money or 0.0:,.2f}",
-    }
-    return [cells[column] for column in columns]
-
-
-def _plain(outcome: Outcome) -> dict[str, Any]:
-    def finite(value: float | None) -> float | None:
-        return value if value is not None and math.isfinite(value) else None
-
-    return {
-        "policy": outcome.policy,
-        "refused": outcome.refused or None,
-        "steps": outcome.steps,
-        "seconds": outcome.clock_s,
-        "step_s": finite(outcome.step_s),
-        "samples_per_s": finite(outcome.samples_per_s),
-        "waiting": finite(outcome.waiting),
-        "regret": finite(outcome.regret),
-        "changes": outcome.changes,
-        "lost_s": outcome.lost_s,
-        "settled_step": outcome.settled_step,
-        "settled_s": finite(outcome.settled_s),
-        "target_s": finite(outcome.target_s),
-        "worker_hours": outcome.worker_hours,
-        "cost": finite(outcome.money),
-        "last_split": list(outcome.last_split),
-    }
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.1f} %"
+def _more(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if not name or (count and (not count.isdigit() or int(count) < 1)):
+        raise ArgumentTypeError(f"{text!r} is not a worker's name, or NAME=N with N from 1")
+    return name, int(count or 1)

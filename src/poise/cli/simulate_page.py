@@ -3,26 +3,21 @@
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+
+from matplotlib.figure import Figure
 
 from poise.cli.durations import duration
 from poise.cli.plot_batches import batches
 from poise.cli.plot_curves import drawable, progress, throughput
-from poise.cli.plot_sheet import counted
+from poise.cli.plot_sheet import counted, file_of, write
 from poise.cli.plot_timeline import timeline, timeline_facts
-from poise.cli.requirements import require
-from poise.errors import InvalidSetting
+from poise.cli.simulate_findings import Findings
 from poise.sim.outcome import Outcome
 from poise.sim.scenario import Scenario
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Subject = Literal["throughput", "progress", "timeline", "batches"]
-DPI = 150
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --quiet: #5b636d; --page: #fbfbfa;
   --card: #fff; --line: #dfe2e6; --accent: #1b6ca8; }
@@ -72,40 +67,34 @@ _CAPTIONS = {
 class Picture:
     """One of the pictures of a comparison."""
 
-    subject: Subject
-    outcome: Outcome | None
-    """Whose it is; None: it shows all."""
-    figure: "Figure"
+    subject: str
+    policy: str
+    """Whose it is; empty: it shows all."""
+    figure: Figure
+    words: str
+    """What is on it, for those who do not see it."""
 
     @property
     def name(self) -> str:
         """Of its file, without the ending."""
-        return self.subject if self.outcome is None else f"{self.subject}-{self.outcome.policy}"
+        return f"{self.subject}-{self.policy}" if self.policy else self.subject
 
+    @cached_property
     def png(self) -> bytes:
-        """Return the file."""
-        file = BytesIO()
-        self.figure.savefig(file, format="png", dpi=DPI)
-        return file.getvalue()
+        """The file, which is drawn when it is first asked for."""
+        return file_of(self.figure)
 
 
-def check_directory(path: Path) -> None:
-    """Raise unless pictures can be drawn into a directory, which is made."""
-    require("matplotlib", extra="report")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidSetting(f"{path} cannot be made: {error.strerror or error}") from None
-
-
-def draw_all(scenario: Scenario, outcomes: Sequence[Outcome], directory: Path) -> list[Path]:
-    """Write all pictures; raises InvalidSetting if a file cannot be written."""
-    drawn = []
-    for picture in pictures(scenario, outcomes):
-        path = directory / f"{picture.name}.png"
-        write(path, picture.png())
-        drawn.append(path)
-    return drawn
+def draw_all(findings: Findings, directory: Path) -> list[Path]:
+    """Write the page and all pictures; raises InvalidSetting if a file cannot be written."""
+    scenario, outcomes = findings.scenario, findings.outcomes
+    drawn = list(pictures(scenario, outcomes))
+    text = page(scenario, outcomes, drawn, findings.rows(), findings.sentences())
+    files = {directory / f"{each.name}.png": each.png for each in drawn}
+    files = {directory / "index.html": text.encode(), **files}
+    for path, contents in files.items():
+        write(path, contents)
+    return list(files)
 
 
 def pictures(scenario: Scenario, outcomes: Sequence[Outcome]) -> Iterator[Picture]:
@@ -113,26 +102,28 @@ def pictures(scenario: Scenario, outcomes: Sequence[Outcome]) -> Iterator[Pictur
     shown = drawable(outcomes)
     if not shown:
         return
-    yield Picture("throughput", None, throughput(scenario, shown))
+    means = ", ".join(f"{each.policy} {each.samples_per_s:,.0f}" for each in shown)
+    words = f"Throughput over virtual time; samples per second on average: {means}."
+    yield Picture("throughput", "", throughput(scenario, shown), words)
     advance = progress(scenario, shown)
     if advance is not None:
-        yield Picture("progress", None, advance)
+        words = f"Progress to the goal over virtual time: {', '.join(map(_end, shown))}."
+        yield Picture("progress", "", advance, words)
     for each in shown:
-        yield Picture("timeline", each, timeline(scenario, each))
-        yield Picture("batches", each, batches(scenario, each))
-
-
-def write(path: Path, contents: bytes) -> None:
-    """Write a file; raises InvalidSetting if that cannot be."""
-    try:
-        path.write_bytes(contents)
-    except OSError as error:
-        raise InvalidSetting(f"{path} cannot be written: {error.strerror or error}") from None
+        facts = timeline_facts(scenario, each.timeline)
+        words = f"What workers do in the last steps with {each.policy}: {facts}."
+        yield Picture("timeline", each.policy, timeline(scenario, each), words)
+        words = (
+            f"Local batches over steps with {each.policy}; in the last step from "
+            f"{min(each.last_split):,} to {max(each.last_split):,} samples."
+        )
+        yield Picture("batches", each.policy, batches(scenario, each), words)
 
 
 def page(
     scenario: Scenario,
     outcomes: Sequence[Outcome],
+    drawn: Sequence[Picture],
     rows: Sequence[Sequence[str]],
     sentences: Iterable[str],
 ) -> str:
@@ -141,6 +132,7 @@ def page(
     Args:
         scenario: what was simulated.
         outcomes: what came of it.
+        drawn: the pictures of that.
         rows: the table of policies, its heading first.
         sentences: what the table does not say.
     """
@@ -163,7 +155,7 @@ def page(
             *_table(rows),
             *_list(sentences),
             *_links(outcomes),
-            *_sections(scenario, outcomes),
+            *_sections(outcomes, drawn),
             "<footer>Simulated by poise simulate: no time on this page was measured.</footer>",
             "</main>",
             "</body>",
@@ -214,46 +206,24 @@ def _links(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield f'<nav aria-label="policies">{"".join(links)}</nav>'
 
 
-def _sections(scenario: Scenario, outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _sections(outcomes: Sequence[Outcome], drawn: Sequence[Picture]) -> Iterator[str]:
     """Yield the pictures of all policies, then a section for each policy."""
-    figures: dict[str, list[str]] = {outcome.policy: [] for outcome in outcomes}
-    for picture in pictures(scenario, outcomes):
-        figure = _figure(picture, _in_words(scenario, outcomes, picture))
-        if picture.outcome is None:
-            yield f"<section><h2>{_HEADINGS[picture.subject]}</h2>{figure}</section>"
-        else:
-            figures[picture.outcome.policy].append(figure)
+    for picture in drawn:
+        if not picture.policy:
+            yield f"<section><h2>{_HEADINGS[picture.subject]}</h2>{_figure(picture)}</section>"
     for number, outcome in enumerate(outcomes):
         yield f'<section id="policy-{number}"><h2>Policy {escape(outcome.policy)}</h2>'
         if outcome.refused:
             yield f"<p>It cannot follow: {escape(outcome.refused)}</p>"
-        yield from figures[outcome.policy]
+        yield from (_figure(picture) for picture in drawn if picture.policy == outcome.policy)
         yield "</section>"
 
 
-def _figure(picture: Picture, words: str) -> str:
-    data = b64encode(picture.png()).decode("ascii")
+def _figure(picture: Picture) -> str:
+    data = b64encode(picture.png).decode("ascii")
     return (
-        f'<figure><img alt="{escape(words)}" src="data:image/png;base64,{data}">'
+        f'<figure><img alt="{escape(picture.words)}" src="data:image/png;base64,{data}">'
         f"<figcaption>{_CAPTIONS[picture.subject]}</figcaption></figure>"
-    )
-
-
-def _in_words(scenario: Scenario, outcomes: Sequence[Outcome], picture: Picture) -> str:
-    """Return what is on a picture, for those who do not see it."""
-    shown, each = [outcome for outcome in outcomes if not outcome.refused], picture.outcome
-    if picture.subject == "throughput":
-        means = ", ".join(f"{one.policy} {one.samples_per_s:,.0f}" for one in shown)
-        return f"Throughput over virtual time; samples per second on average: {means}."
-    if each is None:
-        return f"Progress to the goal over virtual time: {', '.join(map(_end, shown))}."
-    if picture.subject == "timeline":
-        facts = timeline_facts(scenario, each.timeline)
-        return f"What workers do in the last steps with {each.policy}: {facts}."
-    low, high = min(each.last_split), max(each.last_split)
-    return (
-        f"Local batches over steps with {each.policy}; in the last step from {low:,} to "
-        f"{high:,} samples."
     )
 
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from poise.cli.options import add_script, whole
-from poise.cli.requirements import require
+from poise.cli.options import add_script, require, whole
 from poise.cli.worker_messages import WorkerEnded, receive
 from poise.environment import launched_as
 from poise.errors import InvalidSetting, WorkerLost
 from poise.lab.processes import local_workers
 from poise.script import check_script
+from poise.verify.causes import Cause, percent
+from poise.verify.split import unequal_split
 
 if TYPE_CHECKING:
-    from poise.verify.causes import Cause
     from poise.verify.comparison import Difference, Extent
     from poise.verify.observation import Observation, Runs, Variant
     from poise.verify.verdict import Verdict
@@ -94,14 +94,14 @@ def verify(*, workers: int, steps: int, script: Sequence[str]) -> int:
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
-        type=whole("processes", 2),
+        type=whole("a number of processes", 2),
         metavar="N",
         default=SUPPRESS,
         help="local processes that train with unequal shares (default 3)",
     )
     parser.add_argument(
         "--steps",
-        type=whole("steps", 1),
+        type=whole("a number of steps", 1),
         metavar="K",
         default=SUPPRESS,
         help="steps to compare (default 4)",
@@ -121,7 +121,6 @@ class _Bench:
     def runs(self, *, stilled: bool = False) -> "Runs":
         """Train in one process, in one process with reordered samples, and on the workers."""
         from poise.verify.observation import Runs, Variant
-        from poise.verify.split import unequal_split
 
         (alone,) = self._run(Variant("alone", stilled), 1)
         unequal_split(self.workers, alone.global_batch)  # raises before more time is spent
@@ -208,8 +207,6 @@ def _print_same(console: Console, runs: "Runs", extent: "Extent") -> None:
 
 
 def _described(difference: "Difference") -> str:
-    from poise.verify.causes import percent
-
     name, step, amount = f"`{difference.name}`", difference.step, percent(difference.amount)
     return {
         "start": f"{name} differs before the first step, by {amount} of the largest weight",
@@ -223,7 +220,7 @@ def _described(difference: "Difference") -> str:
     }[difference.kind]
 
 
-def _print_causes(console: Console, causes: "Sequence[Cause]") -> None:
+def _print_causes(console: Console, causes: Sequence[Cause]) -> None:
     for number, cause in enumerate(causes):
         title = "likely cause" if number == 0 else "also possible"
         evidence = cause.evidence[:1].upper() + cause.evidence[1:]

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from poise.cli.options import above_0, add_script, whole
-from poise.cli.requirements import require
+from poise.cli.columns import right
+from poise.cli.options import above_0, add_script, require, whole
 from poise.errors import InvalidSetting
 from poise.script import check_script, run, show_error
 from poise.watch.findings import LITTLE, Findings
+from poise.watch.recorder import FIRST_STEPS, Recorder
 
 if TYPE_CHECKING:
     from poise.watch.monitor import Monitor
@@ -45,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--steps",
-        type=whole("steps", 1),
+        type=whole("a number of steps", 1),
         metavar="N",
         help="end the report, not the script, after so many steps (default: the script's end)",
     )
@@ -77,7 +78,6 @@ def watch(
     # Not above: these import torch, whose absence is to be told in one line.
     from poise.watch.hooks import watching
     from poise.watch.monitor import Monitor
-    from poise.watch.recorder import Recorder
 
     report = _Report(as_json)
     recorder = Recorder(steps=steps)
@@ -135,8 +135,6 @@ class _Report:
             if not complete:
                 _print(self._console, found)
         elif monitor.joined:
-            from poise.watch.recorder import FIRST_STEPS
-
             self._console.print(
                 f"poise watch: there were too few steps; the first {FIRST_STEPS} do not count"
             )
@@ -154,11 +152,10 @@ def _print(console: Console, findings: Findings) -> None:
 def _table(findings: Findings) -> Table:
     first, last = findings.first_step, findings.last_step
     table = Table(
-        title=f"poise watch: steps {first} to {last}, {findings.step_s * 1e3:,.1f} ms each",
+        *right("worker", "local batch", "compute", "input", "waiting", "last"),
+        title=f"poise watch: steps {first} to {last}, {_ms(findings.step_s)} each",
         title_justify="left",
     )
-    for heading in ("worker", "local batch", "compute", "input", "waiting", "last"):
-        table.add_column(heading, justify="right", no_wrap=True)
     rows = sorted(findings.workers, key=lambda each: -each.last)[:MOST_ROWS]
     for each in sorted(rows, key=lambda each: each.worker):
         table.add_row(
