@@ -15,6 +15,9 @@ from poise.errors import PoiseError
 from poise.runtime.collectives import Disconnected, Numbers
 from poise.runtime.rendezvous import RendezvousLost
 
+_GROUPS_OWN = timedelta(0)
+"""For torch: wait as long as the group's own limit says."""
+
 
 @dataclass(frozen=True, eq=False)
 class GlooPending:
@@ -31,7 +34,7 @@ class GlooPending:
     def wait(self, limit_s: float | None = None) -> None:
         """Wait for its result, or raise Disconnected."""
         with disconnecting():
-            self.work.wait(timedelta(seconds=limit_s or 0))  # 0: as long as the group's limit says
+            self.work.wait(_GROUPS_OWN if limit_s is None else timedelta(seconds=limit_s))
 
 
 class GlooCollectives:
@@ -60,7 +63,7 @@ class GlooCollectives:
     def gather(self, row: Floats, rows: Floats | None) -> GlooPending:
         """Give worker 0 everybody's row."""
         tensor = torch.from_numpy(row)
-        room = [] if rows is None else [torch.from_numpy(each) for each in rows]
+        room = [] if rows is None else list(torch.from_numpy(rows).unbind())
         with disconnecting():
             work = self._group.gather(output_tensors=room, input_tensor=tensor, root=0)
         return GlooPending(work, [tensor, *room])
