@@ -1,6 +1,7 @@
 """Unequal workers on one machine: what is asked for, what they get, and what is left of them."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -596,6 +597,15 @@ def test_a_failing_worker_ends_the_others(tmp_path: Path) -> None:
     assert result.returncode == 7
     assert "worker 1 ended first, with exit code 7" in result.stderr
     assert "worker 1 ended without ever having been throttled" in result.stderr
+
+
+def test_a_worker_whose_script_raises_is_no_worker_that_is_done(tmp_path: Path) -> None:
+    crash = (Path(__file__).parent / "scripts" / "crash.py").read_text()
+    result = run_lab(tmp_path, crash, "--speeds", "0.5x2")
+    assert result.returncode == 1
+    (own,) = re.findall(r"^\[0\] poise: worker 0: (.*)$", result.stderr, flags=re.MULTILINE)
+    assert "ValueError: the disk is full" in own
+    assert "lab/worker.py" not in result.stderr, "the script's own frames only"
 
 
 @contextmanager

@@ -380,3 +380,35 @@ def evaluation_with_sampler(split: list[int]) -> list[int]:
 def test_evaluation_follows_a_sampler_too(workers: Workers) -> None:
     results = workers.run(evaluation_with_sampler, [2, 4], workers=2)
     assert sorted(results[0] + results[1]) == list(range(5, 25))
+
+
+class ReadsStates(Dataset[float]):
+    """Draws numbers that follow from the states of the global generators, which it leaves alone."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __getitem__(self, index: int) -> float:
+        if self.how == "initial_seed":
+            own = torch.Generator().manual_seed(torch.initial_seed() + index)
+            return float(torch.rand(1, generator=own))
+        if self.how == "fork_rng":
+            with torch.random.fork_rng():
+                return float(torch.rand(1))
+        state = np.random.get_state()
+        drawn = np.random.rand()
+        np.random.set_state(state)
+        return drawn
+
+
+@pytest.mark.parametrize("how", ["initial_seed", "fork_rng", "numpy"])
+def test_what_a_data_set_reads_from_generators_is_the_same_in_every_process(how: str) -> None:
+    drawn = set()
+    for process in range(3):
+        torch.manual_seed(process)
+        np.random.seed(process)
+        data = SeededDataset(ReadsStates(how), 0)
+        for _ in range(process):
+            data.__getitems__(Wanted(0, [1, 2]))
+        drawn.add(data.__getitems__(Wanted(0, [5]))[0])
+    assert len(drawn) == 1

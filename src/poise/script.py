@@ -62,4 +62,5 @@ def own_frames(trace: TracebackType | None) -> TracebackType | None:
 def show_error(error: BaseException) -> None:
     """Print an error of a script, which `run` raised, as if it had been run by itself."""
     trace = own_frames(error.__traceback__)
+    sys.last_value = error  # as Python notes it; a Balancer learns from it how the script ended
     sys.excepthook(type(error), error.with_traceback(trace), trace)

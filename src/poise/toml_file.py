@@ -71,7 +71,7 @@ class Table:
     toml: Toml
     values: Mapping[str, Any]
     name: str = ""
-    """None: the top level."""
+    """Empty: the top level."""
     place: int = 0
     """Among the tables [[name]], from 1; 0: it is the only one."""
 

@@ -8,12 +8,11 @@ forward, the rest in backward. What the real computation takes counts as a part 
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from poise.errors import InvalidSetting
-from poise.runtime.slicing import parts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -151,11 +150,14 @@ def local_batch(inputs: Any) -> int:
 
 
 def tensors(value: Any) -> "Iterator[Tensor]":
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order."""
+    """Yield the tensors in nested lists, tuples and mappings, in order."""
     if hasattr(value, "register_hook"):
         yield value
-    for part in parts(value):
-        yield from tensors(part)
+    elif isinstance(value, Mapping):
+        yield from tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors(each)
 
 
 def _seconds(text: str, whole: str) -> float:

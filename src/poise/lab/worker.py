@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from types import TracebackType
 from typing import Any
 
 from poise.lab.line import Line
@@ -16,9 +17,7 @@ from poise.lab.pacing import Pacer
 from poise.patching import Patch, followed, patched, preceded
 from poise.runtime.events import Events, HandedOut, Prepared
 from poise.runtime.instruments import Instrument, instrumented
-from poise.script import run, show_error
-
-_FAILED = 1
+from poise.script import own_frames, run
 
 
 class TrainingWatch:
@@ -84,14 +83,27 @@ def main(arguments: Sequence[str]) -> None:
         return
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # both are text files
+    _show_own_frames_only()  # before torch keeps the hook that it finds
     watch = TrainingWatch(line, pacer)
     patches = watch.patches() if find_spec("torch") is not None else []
     with patched(patches), instrumented(Instrument(listen=watch.listen)):
-        try:
-            run(script)
-        except Exception as error:
-            show_error(error)
-            sys.exit(_FAILED)
+        run(script)
+
+
+def _show_own_frames_only() -> None:
+    """Show an error of the script as if it had been run by itself.
+
+    It is not caught: a Balancer learns from Python how the script ended.
+    """
+    show = sys.excepthook
+
+    def shortened(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        own = own_frames(trace)
+        show(kind, error.with_traceback(own), own)
+
+    sys.excepthook = shortened
 
 
 if __name__ == "__main__":

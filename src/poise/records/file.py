@@ -41,7 +41,7 @@ class Recorder:
 
     def write(self, events: Sequence[Event], start_step: int, plan: Plan | None) -> None:
         """Add what happened, and the plan that was made on all of it."""
-        if self._left_out(plan):
+        if not events or self._left_out(plan):
             return
         if self._thinned > 1:
             events = events[-1:]

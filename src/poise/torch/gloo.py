@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import DistError, ProcessGroup, Store
 
 from poise.core.timing import Floats
@@ -24,8 +25,7 @@ class GlooPending:
     """An operation of torch's, and the memory that it works on."""
 
     work: dist.Work
-    tensors: Sequence[Any]
-    """Tensors, and lists of them."""
+    tensors: Sequence[Tensor]
 
     def done(self) -> bool:
         """Whether its result is there."""

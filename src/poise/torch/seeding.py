@@ -25,13 +25,16 @@ class Generator(Protocol):
     """A global source of random numbers."""
 
     def set_aside(self) -> Any:
-        """Return its state; from now on any use shows."""
+        """Return its state, and leave it at a mark from which any use shows.
+
+        The mark is the same in every process, so that what is read from it is, too.
+        """
 
     def seed(self, seed: int) -> None:
         """Start anew from a 64-bit seed."""
 
-    def moved(self, state: Any) -> bool:
-        """Whether it was used since it was set aside in this state."""
+    def moved(self) -> bool:
+        """Whether it was used since the mark."""
 
     def put_back(self, state: Any) -> None:
         """Go on from a state."""
@@ -60,13 +63,10 @@ class SeededDataset(Dataset[Any]):
             fetched: Sequence[Any] = self._dataset.__getitems__(wanted.samples)
             return fetched
         while True:
-            with _all_set_aside() as states:
+            untouched = [each for each in GENERATORS if each not in self._used]
+            with _all_set_aside():
                 samples = self._fetch_seeded(wanted) if self._used else self._fetch(wanted)
-                newly_used = [
-                    each
-                    for each, state in zip(GENERATORS, states, strict=True)
-                    if each not in self._used and each.moved(state)
-                ]
+                newly_used = [each for each in untouched if each.moved()]
             if not newly_used:
                 return samples
             self._used.extend(newly_used)
@@ -109,15 +109,19 @@ def seeded(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Torch:
+    _marked: ClassVar[Any] = torch.Generator().manual_seed(_MARK).get_state()
+
     def set_aside(self) -> Any:
-        return torch.default_generator.get_state()
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(_MARK)
+        return state
 
     def seed(self, seed: int) -> None:
         # torch.manual_seed would look for accelerators, at a hundred times the cost.
         torch.default_generator.manual_seed(seed)
 
-    def moved(self, state: Any) -> bool:
-        return not torch.equal(state, torch.default_generator.get_state())
+    def moved(self) -> bool:
+        return not torch.equal(self._marked, torch.default_generator.get_state())
 
     def put_back(self, state: Any) -> None:
         torch.default_generator.set_state(state)
@@ -125,8 +129,6 @@ class _Torch:
 
 @dataclass(frozen=True)
 class _Python:
-    """Left at a mark: to compare two copies of its state takes twice as long."""
-
     _expected: ClassVar[int] = random.Random(_MARK).getrandbits(64)
 
     def set_aside(self) -> Any:
@@ -137,54 +139,51 @@ class _Python:
     def seed(self, seed: int) -> None:
         random.seed(seed)
 
-    def moved(self, state: Any) -> bool:
+    def moved(self) -> bool:
         return random.getrandbits(64) != self._expected
 
     def put_back(self, state: Any) -> None:
         random.setstate(state)
 
 
+def _marked_numpy() -> Any:
+    """Return a bit generator at the mark, as numpy.random.seed sets one."""
+    generator = np.random.MT19937()
+    np.random.RandomState(generator).seed(_MARK)
+    return generator
+
+
 @dataclass(frozen=True)
 class _NumPy:
-    """Swaps the bit generator under numpy.random: copying its state takes 50 microseconds.
+    """Swaps the bit generator under numpy.random: copying its state takes 50 microseconds."""
 
-    As long as nobody uses ours, it draws the same numbers as its twin.
-    """
-
-    _ours: ClassVar[Any] = np.random.MT19937(_MARK)
-    _twin: ClassVar[Any] = np.random.MT19937(_MARK)
+    _ours: ClassVar[Any] = _marked_numpy()
+    _expected: ClassVar[int] = _marked_numpy().random_raw()
 
     def set_aside(self) -> Any:
         users = np.random.get_bit_generator()  # type: ignore[attr-defined]
         np.random.set_bit_generator(self._ours)  # type: ignore[attr-defined]
-        self._differs()  # it was seeded, if it does
+        np.random.seed(_MARK)
         return users
 
     def seed(self, seed: int) -> None:
         np.random.seed(seed % 2**32)
 
-    def moved(self, state: Any) -> bool:
-        return self._differs()
+    def moved(self) -> bool:
+        return bool(self._ours.random_raw() != self._expected)
 
     def put_back(self, state: Any) -> None:
         np.random.set_bit_generator(state)  # type: ignore[attr-defined]
-
-    def _differs(self) -> bool:
-        """Whether ours draws another number than its twin, whose state it has afterwards."""
-        differs = bool(self._ours.random_raw() != self._twin.random_raw())
-        if differs:
-            self._ours.state = self._twin.state
-        return differs
 
 
 GENERATORS: tuple[Generator, ...] = (_Torch(), _Python(), _NumPy())
 
 
 @contextmanager
-def _all_set_aside() -> Iterator[list[Any]]:
+def _all_set_aside() -> Iterator[None]:
     states = [generator.set_aside() for generator in GENERATORS]
     try:
-        yield states
+        yield
     finally:
         for generator, state in zip(GENERATORS, states, strict=True):
             generator.put_back(state)

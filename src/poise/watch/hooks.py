@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from poise.patching import Call, Patch, Wrap, followed, patched, preceded
-from poise.runtime.slicing import parts
 from poise.torch.devices import DeviceClock
 from poise.torch.groups import default_store
 from poise.torch.torch_private import (
@@ -76,7 +75,11 @@ def local_batch(values: Any) -> int:
     """
     if isinstance(values, Tensor):
         return len(values) if values.dim() else 0
-    return next((found for found in map(local_batch, parts(values)) if found), 0)
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if isinstance(values, tuple | list):
+        return next((found for found in map(local_batch, values) if found), 0)
+    return 0
 
 
 class _Gradients:

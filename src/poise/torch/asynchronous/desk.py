@@ -136,6 +136,7 @@ class Desk:
             decided, course.engine = course.engine.leave(guest.worker, done=guest.done)
             self._record(decided)
             self._updates.apply_complete()
+            self._updates.factors.pop(guest.worker, None)
         step = course.engine.updates
         if guest.done or course.ended is not None:
             self.events.tell(Left(step, host_stamp(), guest.worker))
