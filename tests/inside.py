@@ -23,5 +23,5 @@ def loader_of(balancer: Balancer) -> Any:
 def norms_row(balancer: Balancer, step: int) -> Floats:
     """Return what was seen of the gradients of a step."""
     equipment: Any = session_of(balancer)._equipment
-    row: Floats = equipment.norms[0].row(step)
+    row: Floats = equipment.norms.row(step)
     return row

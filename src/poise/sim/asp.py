@@ -138,6 +138,13 @@ class _Machines:
         return computes, max(0.0, loads - computes)
 
 
+def asynchronous(
+    scenario: Scenario, policy: Policy, *, recorder: Recorder | None = None
+) -> Iterator[Step]:
+    """Train virtually, and yield a step whenever a global batch of samples has been pushed."""
+    return Asynchronous(scenario, policy, recorder).steps()
+
+
 class Asynchronous:
     """One run of a scenario."""
 

@@ -40,6 +40,13 @@ def engine_of(scenario: Scenario, policy: Policy) -> Engine:
     return Engine(policy, len(scenario.first), scenario.global_batch, adapt)
 
 
+def synchronous(
+    scenario: Scenario, policy: Policy, *, recorder: Recorder | None = None
+) -> Iterator[Step]:
+    """Train virtually, and yield each step when it is over."""
+    return Synchronous(scenario, policy, recorder).steps()
+
+
 class Synchronous:
     """One run of a scenario."""
 
