@@ -16,6 +16,10 @@ from poise.runtime.counts import CountFunction
 from poise.runtime.slicing import Slicer
 
 Arrangement = Callable[[list[int]], list[int]]
+SILENT_S = 10.0
+"""How long a worker may give no sign of life, unless the user says otherwise."""
+LEAST_SILENT_S, LEAST_HANG_S, MOST_S = 1.0, 0.1, 30 * 24 * 3600.0
+"""Signs of life are a twentieth of `silent_s` apart; a limit beyond a month is no limit."""
 Idle = Literal["empty", "repeat"]
 """What a worker without a sample gets: an empty batch, or a sample twice at weight 0."""
 
@@ -35,6 +39,7 @@ class Settings:
     micro_batch: Any = None
     slicer: Slicer | None = None
     idle: Idle = "empty"
+    silent_s: float = SILENT_S
     hang_s: float | None = None
     record: str | PathLike[str] | None = None
     arranged: Arrangement | None = None
@@ -48,13 +53,21 @@ class Settings:
             )
         if self.idle not in ("empty", "repeat"):
             raise InvalidSetting(f'idle={self.idle!r} is unknown; use "empty" or "repeat"')
-        hang_s = self.hang_s
-        if hang_s is not None and not (is_number(hang_s) and 0 < hang_s < float("inf")):
-            raise InvalidSetting(f"hang_s={hang_s!r} is not a time; give seconds above 0, or None")
+        _check_seconds("silent_s", self.silent_s, LEAST_SILENT_S)
+        if self.hang_s is not None:
+            _check_seconds("hang_s", self.hang_s, LEAST_HANG_S, ", or None")
         for name, function in (("count", self.count), ("slicer", self.slicer)):
             if function is not None and not callable(function):
                 raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
         check_seed(self.seed)
+
+
+def _check_seconds(name: str, value: object, least: float, otherwise: str = "") -> None:
+    if not is_number(value) or not least <= value <= MOST_S:
+        raise InvalidSetting(
+            f"{name}={value!r} is not a usable time; give seconds from {least:g} to "
+            f"{MOST_S:.0f}{otherwise}"
+        )
 
 
 def as_held(

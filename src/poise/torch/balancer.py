@@ -19,7 +19,7 @@ from poise.runtime.clocks import host_stamp
 from poise.runtime.counts import CountFunction
 from poise.runtime.events import Begun, Events
 from poise.runtime.instruments import instruments
-from poise.runtime.settings import Idle
+from poise.runtime.settings import SILENT_S, Idle
 from poise.runtime.slicing import Slicer
 from poise.runtime.training import Saved, Training
 from poise.torch.asynchronous.role import ServerRole, WorkerRole, role_of
@@ -57,6 +57,7 @@ class Balancer:
         idle: Idle = "empty",
         ddp: Mapping[str, Any] | None = None,
         comm_hook: Any = None,
+        silent_s: float = SILENT_S,
         hang_s: float | None = None,
         record: str | PathLike[str] | None = None,
     ) -> None:
@@ -89,8 +90,10 @@ class Balancer:
             ddp: options for DistributedDataParallel.
             comm_hook: a communication hook that averages, such as fp16_compress_hook, or a pair
                 of its state and the hook.
-            hang_s: seconds after which a worker that others wait for counts as hanging;
-                None: 30 minutes, and for gradients in a group of your own its own limit.
+            silent_s: seconds without a sign of life after which a worker counts as lost: its
+                process is stopped, or its machine or link is gone.
+            hang_s: seconds after which a worker that gives signs of life, and that others wait
+                for, counts as hanging; None: 30 minutes.
             record: a file to which worker 0 writes one row per step; it must not exist. None:
                 nothing is written.
         """
@@ -108,6 +111,7 @@ class Balancer:
             idle=idle,
             ddp=ddp,
             comm_hook=comm_hook,
+            silent_s=silent_s,
             hang_s=hang_s,
             record=record,
         )
