@@ -140,7 +140,8 @@ class Team:
     sums: ThreadGroup = field(init=False)
 
     def __post_init__(self) -> None:
-        self.control, self.sums = ThreadGroup(self.workers), ThreadGroup(self.workers)
+        self.sums = ThreadGroup(self.workers)
+        self.control = ThreadGroup(self.workers, self.sums)
 
     def generation(self, worker: int) -> Generation:
         """Return what one of them knows."""
@@ -150,7 +151,6 @@ class Team:
     def cut(self, why: str) -> None:
         """End all that waits, as the end of a process ends its connections."""
         self.control.cut(why)
-        self.sums.cut(why)
 
 
 def settings_of(global_batch: int, policy: Any, count: Any = None) -> Settings:

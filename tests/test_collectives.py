@@ -1,5 +1,7 @@
 """One conformance suite for all collectives: gloo between processes, and threads of one."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,21 +101,62 @@ def test_numbers_are_known_after_the_end(run: Run) -> None:
 
 
 def texts(collectives: Collectives, rendezvous: Rendezvous) -> list[str]:
-    """Leave a text, get all as soon as they are there, and replace the own one."""
+    """Leave a text, replace it, and get those that are there, without waiting for others."""
     everybody = [f"key/{worker}" for worker in range(collectives.workers)]
     rendezvous.set(everybody[collectives.worker], "first")
-    rendezvous.get(everybody)
     collectives.sum(np.zeros(1)).wait()
     rendezvous.set(everybody[collectives.worker], f"größer {collectives.worker}")
     collectives.sum(np.zeros(1)).wait()
-    found = rendezvous.get(everybody)
+    found = rendezvous.get([*everybody, "key/nobody"])
     collectives.sum(np.zeros(1)).wait()
-    return found
+    return [found[key] for key in everybody if len(found) == len(everybody)]
 
 
 def test_texts_are_there_for_all_and_the_last_counts(run: Run) -> None:
     for found in run(texts, 3):
         assert found == ["größer 0", "größer 1", "größer 2"]
+
+
+def first_words(collectives: Collectives, rendezvous: Rendezvous) -> tuple[str, str]:
+    """All say something at once, and later something else."""
+    first = rendezvous.first("cause", f"worker {collectives.worker}")
+    collectives.sum(np.zeros(1)).wait()
+    later = rendezvous.first("cause", "a later guess")
+    collectives.sum(np.zeros(1)).wait()
+    return first, later
+
+
+def test_the_first_word_is_everybodys_and_stays(run: Run) -> None:
+    found = set(run(first_words, 3))
+    assert len(found) == 1
+    first, later = found.pop()
+    assert first == later
+    assert first in ("worker 0", "worker 1", "worker 2")
+
+
+def cut(collectives: Collectives, rendezvous: Rendezvous) -> str:
+    """Wait for a worker that is there and never comes, until another thread cuts."""
+    collectives.sum(np.zeros(1)).wait()
+    if collectives.worker == 1:
+        deadline_s = time.monotonic() + 30
+        while "over" not in rendezvous.get(["over"]) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return "did not come"
+    pending = collectives.sum(np.zeros(1))
+    cutting = threading.Timer(0.2, collectives.cut)
+    cutting.start()
+    try:
+        pending.wait(20)
+    except Disconnected as error:
+        return f"disconnected, timed out: {error.timed_out}"
+    finally:
+        cutting.join()
+        rendezvous.set("over", "")
+    return "nothing noticed"
+
+
+def test_a_wait_is_ended_by_a_cut_from_another_thread(run: Run) -> None:
+    assert run(cut, 2) == ["disconnected, timed out: False", "did not come"]
 
 
 def leaves_early(collectives: Collectives, _: Rendezvous) -> str:

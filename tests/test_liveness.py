@@ -1,25 +1,37 @@
 """Who is to blame: every worker must come to the same name."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from poise.core.liveness import SILENCE_S, Sign, find_culprit
+from poise.core.liveness import (
+    Blame,
+    Heard,
+    Limits,
+    Process,
+    Sign,
+    Trouble,
+    View,
+    find_culprit,
+)
 
+LIMITS = Limits(silent_s=10.0)
 ME = Sign(worker=0, host="a", pid=10, reductions=8, step=7)
 PEERS = {
     worker: Sign(worker=worker, host="a", pid=10 + worker, reductions=8, step=7, beat=5)
     for worker in (1, 2, 3)
 }
-BEATING = {worker: replace(sign, beat=9) for worker, sign in PEERS.items()}
 
 
 def blamed(
-    now: dict[int, Sign],
+    signs: Mapping[int, Sign],
     *,
-    waited_s: float = 0.0,
-    timed_out: bool = False,
-    gone: frozenset[int] = frozenset(),
+    silent_s: Mapping[int, float] | None = None,
+    processes: Mapping[int, Process] | None = None,
+    trouble: Trouble | None = None,
 ) -> tuple[int, str] | None:
-    blame = find_culprit(ME, PEERS, now, waited_s=waited_s, timed_out=timed_out, gone=gone)
+    silences = dict.fromkeys(signs, 0.0) | dict(silent_s or {})
+    heard = Heard(signs, silences)
+    blame = find_culprit(View(ME, heard, processes or {}, trouble, LIMITS))
     return None if blame is None else (blame.worker, blame.reason)
 
 
@@ -32,61 +44,112 @@ def test_a_worker_that_failed_is_named_with_its_own_words() -> None:
 
 
 def test_a_worker_that_left_for_anothers_sake_is_not_blamed() -> None:
-    now = {**PEERS, 1: replace(PEERS[1], state="left", why="worker 3 died", lost=3)}
-    assert blamed(now) == (3, "worker 3 died")
+    now = {**PEERS, 1: replace(PEERS[1], state="left", why="WorkerLost", knows=True)}
+    assert blamed(now, trouble="broken") is None
 
 
-def test_the_first_failure_counts_more_than_its_echo() -> None:
-    now = {
-        1: replace(PEERS[1], state="left", why="echo", lost=2),
-        2: replace(PEERS[2], state="left", why="origin"),
-        3: PEERS[3],
-    }
-    blame = blamed(now)
-    assert blame is not None
-    assert blame[0] == 2
-    assert "origin" in blame[1]
+def test_a_process_that_has_ended_is_named_at_once() -> None:
+    found = blamed(PEERS, processes={3: "ended"})
+    assert found == (3, "worker 3 (process 13 on a) died at step 7")
 
 
-def test_silence_counts_only_after_a_while() -> None:
-    now = {**BEATING, 2: PEERS[2]}
-    assert blamed(now, waited_s=SILENCE_S / 2) is None
-    assert blamed(now, waited_s=SILENCE_S) == (2, "worker 2 (process 12 on a) died at step 7")
+def test_a_process_that_has_ended_after_its_work_is_not_blamed() -> None:
+    now = {**PEERS, 3: replace(PEERS[3], state="done")}
+    assert blamed(now, processes={3: "ended"}) is None
 
 
-def test_a_process_that_is_gone_is_named_at_once() -> None:
-    assert blamed(PEERS, gone=frozenset({3})) == (3, "worker 3 (process 13 on a) died at step 7")
+def test_silence_counts_only_after_the_limit() -> None:
+    assert blamed(PEERS, silent_s={2: 9.9}) is None
+    worker, reason = blamed(PEERS, silent_s={2: 10.0}) or (None, "")
+    assert worker == 2
+    assert "no sign of life for 10 s at step 7" in reason
+
+
+def test_after_a_broken_connection_a_shorter_silence_is_enough() -> None:
+    assert blamed(PEERS, silent_s={2: 2.0}) is None
+    assert blamed(PEERS, silent_s={2: 1.9}, trouble="broken") is None
+    found = blamed(PEERS, silent_s={2: 2.0}, trouble="broken")
+    assert found == (2, "worker 2 (process 12 on a) died at step 7")
+
+
+def test_a_process_of_this_machine_that_lives_is_not_dead_after_a_shorter_silence() -> None:
+    """Under load, the silent worker need not be the one whose connection broke."""
+    for process in ("alive", "idle", "stopped"):
+        found = blamed(PEERS, silent_s={2: 5.0}, trouble="broken", processes={2: process})
+        assert found is None
+
+
+def test_a_process_that_computes_is_not_lost_however_silent() -> None:
+    """Something may hold the lock of its interpreter."""
+    assert blamed(PEERS, silent_s={2: 60.0}, processes={2: "alive"}) is None
+    assert blamed(PEERS, silent_s={2: 60.0}, processes={2: "idle"}) is not None
+
+
+def test_a_stopped_process_is_called_that() -> None:
+    worker, reason = blamed(PEERS, silent_s={1: 10.0}, processes={1: "stopped"}) or (None, "")
+    assert worker == 1
+    assert "stopped, by a signal or a debugger" in reason
+
+
+def test_of_two_silent_workers_the_one_that_fell_silent_first_is_named() -> None:
+    found = blamed(PEERS, silent_s={1: 11.0, 2: 14.0})
+    assert found is not None
+    assert found[0] == 2
+
+
+def test_when_all_others_fall_silent_together_this_worker_is_cut_off() -> None:
+    found = blamed(PEERS, silent_s={1: 10.0, 2: 9.5, 3: 10.2})
+    assert found is not None
+    assert found[0] == ME.worker
+    assert "is cut off at step 7" in found[1]
 
 
 def test_a_hanging_worker_is_the_one_behind() -> None:
-    now = {**BEATING, 1: replace(BEATING[1], reductions=7, step=6)}
-    blame = blamed(now, waited_s=SILENCE_S, timed_out=True)
-    assert blame is not None
-    assert blame[0] == 1
-    assert "hangs at step 7" in blame[1]
-    assert "alive" in blame[1]
+    now = {**PEERS, 1: replace(PEERS[1], reductions=7, step=6)}
+    assert blamed(now) is None
+    worker, reason = blamed(now, trouble="timed out") or (None, "")
+    assert worker == 1
+    assert "hangs at step 7" in reason
+    assert "alive" in reason
 
 
-def test_a_frozen_worker_gives_no_sign_of_life() -> None:
-    now = {**BEATING, 1: replace(PEERS[1], reductions=7, step=6)}
-    blame = blamed(now, waited_s=SILENCE_S, timed_out=True)
-    assert blame is not None
-    assert "no sign of life" in blame[1]
+def test_a_worker_that_hangs_in_silence_is_said_to() -> None:
+    now = {**PEERS, 1: replace(PEERS[1], reductions=7, step=6)}
+    _, reason = blamed(now, trouble="timed out", silent_s={1: 3.0}) or (None, "")
+    assert "no sign of life" in reason
 
 
 def test_a_worker_that_ended_early_is_named() -> None:
-    now = {**BEATING, 3: replace(BEATING[3], state="done", reductions=5, step=4)}
-    blame = blamed(now)
-    assert blame is not None
-    assert blame[0] == 3
-    assert "ended after step 4 without an error" in blame[1]
+    now = {**PEERS, 3: replace(PEERS[3], state="done", reductions=5, step=4)}
+    assert blamed(now) is None
+    worker, reason = blamed(now, trouble="broken") or (None, "")
+    assert worker == 3
+    assert "ended after step 4 without an error" in reason
 
 
 def test_nobody_is_blamed_while_all_are_well() -> None:
-    assert blamed(BEATING, waited_s=SILENCE_S) is None
-    assert blamed(BEATING, waited_s=SILENCE_S, timed_out=True) is None
+    assert blamed(PEERS) is None
+    assert blamed(PEERS, trouble="broken") is None
+    assert blamed(PEERS, trouble="timed out") is None
 
 
-def test_signs_travel_as_text() -> None:
-    sign = replace(ME, state="left", why="größer", lost=2)
+def test_silence_is_the_time_without_a_new_beat() -> None:
+    heard = Heard()
+    for passed_s in (0.5, 0.5, 0.5):
+        heard = heard.hear(PEERS, None, passed_s)
+    assert heard.silent_s == {1: 1.0, 2: 1.0, 3: 1.0}
+    beating = {**PEERS, 2: replace(PEERS[2], beat=6)}
+    assert heard.hear(beating, None, 0.5).silent_s == {1: 1.5, 2: 0.0, 3: 1.5}
+
+
+def test_the_first_cause_is_kept() -> None:
+    first, later = Blame(1, "died"), Blame(2, "a later guess")
+    heard = Heard().hear(PEERS, first, 0.5).hear(PEERS, later, 0.5)
+    assert heard.cause == first
+
+
+def test_signs_and_blame_travel_as_text() -> None:
+    sign = replace(ME, state="left", why="größer", knows=True)
     assert Sign.from_json(sign.to_json().encode()) == sign
+    blame = Blame(2, "größer")
+    assert Blame.from_json(blame.to_json()) == blame

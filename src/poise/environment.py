@@ -25,6 +25,11 @@ def launched_as() -> Launch | None:
     )
 
 
+def agent_hosts_store() -> bool:
+    """Whether the launcher itself, and not worker 0, hosts what the workers meet at."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def local_workers() -> int | None:
     """Return how many workers the launcher started on this machine, or None if it does not say."""
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")

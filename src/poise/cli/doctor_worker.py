@@ -49,6 +49,7 @@ def examine_group() -> Examination | None:
     peers.liveness.finish()
     peers.part()
     groups.leave()
+    peers.liveness.leave()
     return examination
 
 

@@ -1,12 +1,49 @@
-"""Signs of life, and who is to blame when a connection breaks or a wait takes too long."""
+"""Signs of life, and who is to blame when one worker keeps the others from going on.
+
+Two numbers bound every wait: `silent_s`, after which a worker without a sign of life is lost, and
+`hang_s`, after which one that lives and does not arrive is. All other limits follow from them.
+"""
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-SILENCE_S = 2.0
-"""A worker whose connection broke and that gives no sign of life for so long is dead."""
+Trouble = Literal["broken", "timed out"]
+"""What this worker saw itself: a connection broke, or it waited for `hang_s`."""
+Process = Literal["unknown", "alive", "idle", "stopped", "ended"]
+"""What this machine knows of a worker's process; nothing, if it runs on another machine. Idle: it
+exists, and neither computes nor gives a sign of life."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait for what.
+
+    >>> limits = Limits(silent_s=10.0)
+    >>> limits.beat_s, limits.broken_s
+    (0.5, 2.0)
+    """
+
+    silent_s: float = 10.0
+    """A worker that gives no sign of life for so long is lost."""
+    hang_s: float = 1800.0
+    """A worker that gives signs of life, and that others wait for so long, hangs."""
+
+    @property
+    def beat_s(self) -> float:
+        """From one sign of life to the next."""
+        return self.silent_s / 20
+
+    @property
+    def broken_s(self) -> float:
+        """A worker whose connection broke is dead after this much silence."""
+        return self.silent_s / 5
+
+    @property
+    def search_s(self) -> float:
+        """After so long, nobody can be found any more who is to blame."""
+        return self.silent_s + 4 * self.beat_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +53,8 @@ class Sign:
     worker: int
     host: str
     pid: int
-    namespace: int = 0
-    """Tells apart machines, or containers, whose process ids mean different processes."""
+    place: str = ""
+    """Where its process number has a meaning: one boot of one machine, or a container there."""
     beat: int = 0
     """Counts up while the process lives."""
     step: int = 0
@@ -30,8 +67,8 @@ class Sign:
     """Done: it reached the end of its script. Left: it stopped before the end."""
     why: str = ""
     """The reason for leaving."""
-    lost: int | None = None
-    """The worker for whose sake it left, if it did not fail itself."""
+    knows: bool = False
+    """Whether it needs to hear nothing more: it has heard who is to blame, or leaves."""
 
     @property
     def reached(self) -> tuple[int, int]:
@@ -60,48 +97,157 @@ class Blame:
     worker: int
     reason: str
 
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
 
-def find_culprit(
-    mine: Sign,
-    before: Mapping[int, Sign],
-    now: Mapping[int, Sign],
-    *,
-    waited_s: float,
-    timed_out: bool,
-    gone: frozenset[int] = frozenset(),
-) -> Blame | None:
+    @staticmethod
+    def from_json(text: str) -> "Blame":
+        """Read it."""
+        return Blame(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the rendezvous said last."""
+
+    signs: Mapping[int, Sign] = field(default_factory=dict)
+    """Of those that are watched, and have given one."""
+    silent_s: Mapping[int, float] = field(default_factory=dict)
+    """How long each of them has given no new one."""
+    cause: Blame | None = None
+    """Who is to blame, as the first one found out who looked; it is never replaced."""
+
+    def hear(self, signs: Mapping[int, Sign], cause: Blame | None, passed_s: float) -> "Heard":
+        """Return what is known after another look, so many seconds of this worker's own later.
+
+        A worker that was stopped itself, and wakes up, has not heard the others for as long, and
+        must not blame them: whoever calls this counts only the time in which it could have heard.
+        """
+        silent_s = {
+            worker: 0.0
+            if worker not in self.signs or self.signs[worker].beat != sign.beat
+            else self.silent_s.get(worker, 0.0) + passed_s
+            for worker, sign in signs.items()
+        }
+        return Heard(signs, silent_s, self.cause or cause)
+
+
+@dataclass(frozen=True)
+class View:
+    """All that one worker knows when it looks for a culprit."""
+
+    mine: Sign
+    heard: Heard
+    processes: Mapping[int, Process] = field(default_factory=dict)
+    """Of other workers on this machine."""
+    trouble: Trouble | None = None
+    limits: Limits = Limits()
+
+    @property
+    def running(self) -> list[Sign]:
+        """Peers that are neither done nor gone by their own word, the most silent first."""
+        peers = [peer for peer in self.heard.signs.values() if peer.state == "running"]
+        return sorted(peers, key=lambda peer: -self.silent_s(peer))
+
+    def silent_s(self, peer: Sign) -> float:
+        """How long it has given no sign of life."""
+        return self.heard.silent_s[peer.worker]
+
+    def process(self, peer: Sign) -> Process:
+        """What is known of its process."""
+        return self.processes.get(peer.worker, "unknown")
+
+    def step(self, peer: Sign) -> int:
+        """The step it is at: its word may be a moment old, but steps are synchronous."""
+        return max(peer.step, self.mine.step)
+
+
+def find_culprit(view: View) -> Blame | None:
     """Name the worker to blame, or None while that cannot be said.
 
-    before and now are the peers' signs when the trouble showed and waited_s later; gone are the
-    peers whose process is known not to exist any more. A worker's own word counts most, then
-    what others found out, then silence, then being behind.
+    A worker's own word counts most, then that its process has ended, then that it came to the end
+    of its script while others go on, then silence, and after a time-out being behind.
     """
-    for peer in now.values():
-        if peer.state == "left" and peer.lost is None:
-            return Blame(peer.worker, f"{peer.address} left at step {peer.step}: {peer.why}")
-    for peer in now.values():
-        if peer.lost is not None:
-            return Blame(peer.lost, peer.why)
-    for peer in now.values():
-        if peer.state == "done" and peer.reached < mine.reached:
+    for look in (_left, _ended, _done_early, _cut_off, _silent, _behind):
+        blame = look(view)
+        if blame is not None:
+            return blame
+    return None
+
+
+def leaving(peer: Sign) -> str:
+    """Say why a worker stopped, in its own words."""
+    return f"{peer.address} left at step {peer.step}: {peer.why}"
+
+
+def _left(view: View) -> Blame | None:
+    for peer in view.heard.signs.values():
+        if peer.state == "left" and not peer.knows:
+            return Blame(peer.worker, leaving(peer))
+    return None
+
+
+def _ended(view: View) -> Blame | None:
+    for peer in view.running:
+        if view.process(peer) == "ended":
+            return Blame(peer.worker, f"{peer.address} died at step {view.step(peer)}")
+    return None
+
+
+def _done_early(view: View) -> Blame | None:
+    for peer in view.heard.signs.values() if view.trouble else ():
+        if peer.state == "done" and peer.reached < view.mine.reached:
             return Blame(
                 peer.worker,
                 f"{peer.address} ended after step {peer.step} without an error of its own, "
-                f"while others go on to step {mine.step}",
+                f"while others go on to step {view.mine.step}",
             )
-    for peer in now.values():
-        silent = waited_s >= SILENCE_S and peer.beat == before[peer.worker].beat
-        if peer.worker in gone or (silent and peer.state == "running" and not timed_out):
-            # Its last word may be a moment old, but it cannot be behind: steps are synchronous.
-            return Blame(peer.worker, f"{peer.address} died at step {max(peer.step, mine.step)}")
-    behind = [peer for peer in now.values() if peer.reached < mine.reached]
-    if timed_out and behind and waited_s >= SILENCE_S:
-        peer = min(behind, key=lambda peer: peer.reached)
-        alive = peer.beat != before[peer.worker].beat
-        life = "its process is alive" if alive else "it gives no sign of life"
-        step = max(peer.step, mine.step)
-        return Blame(
-            peer.worker,
-            f"{peer.address} hangs at step {step}: the others wait for it in vain, and {life}",
-        )
     return None
+
+
+def _cut_off(view: View) -> Blame | None:
+    """Several workers on other machines that fall silent together: it is this one's link."""
+    peers, mine, limits = view.running, view.mine, view.limits
+    if len(peers) <= 1 or any(view.process(peer) != "unknown" for peer in peers):
+        return None
+    longest, shortest = view.silent_s(peers[0]), view.silent_s(peers[-1])
+    if longest < limits.silent_s or longest - shortest > 4 * limits.beat_s:
+        return None
+    return Blame(
+        mine.worker,
+        f"{mine.address} is cut off at step {mine.step}: none of the others has given a sign of "
+        f"life for {limits.silent_s:g} s",
+    )
+
+
+def _silent(view: View) -> Blame | None:
+    limits = view.limits
+    for peer in view.running:
+        process, silent_s = view.process(peer), view.silent_s(peer)
+        if view.trouble == "broken" and process == "unknown" and silent_s >= limits.broken_s:
+            return Blame(peer.worker, f"{peer.address} died at step {view.step(peer)}")
+        if silent_s >= limits.silent_s and process != "alive":
+            cause = "its process is stopped, or its machine or link is gone"
+            if process == "stopped":
+                cause = "its process is stopped, by a signal or a debugger"
+            return Blame(
+                peer.worker,
+                f"{peer.address} has given no sign of life for {limits.silent_s:g} s at step "
+                f"{view.step(peer)}: {cause}",
+            )
+    return None
+
+
+def _behind(view: View) -> Blame | None:
+    behind = [peer for peer in view.running if peer.reached < view.mine.reached]
+    if view.trouble != "timed out" or not behind:
+        return None
+    peer = min(behind, key=lambda peer: peer.reached)
+    silent = view.silent_s(peer) > 4 * view.limits.beat_s
+    life = "it gives no sign of life" if silent else "its process is alive"
+    return Blame(
+        peer.worker,
+        f"{peer.address} hangs at step {view.step(peer)}: the others wait for it in vain, and "
+        f"{life}",
+    )

@@ -52,5 +52,8 @@ class Collectives(Protocol):
     def gather(self, row: Floats, rows: Floats | None) -> Pending:
         """Give worker 0 everybody's row, in rows, which is None on the others."""
 
+    def cut(self) -> None:
+        """End what waits, here and in the sums of gradients, with Disconnected; from any thread."""
+
     def close(self) -> None:
         """Let go of the connections; the numbers of the workers are still known."""

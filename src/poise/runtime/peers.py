@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field, replace
 
+from poise.core.liveness import Limits
 from poise.runtime.clocks import Waits
 from poise.runtime.control import Control
 from poise.runtime.counts import CountFunction, Counts
@@ -21,6 +22,7 @@ class Peers:
     events: Events
     waits: Waits
     count: CountFunction | None
+    limits: Limits = field(default_factory=Limits)
     liveness: Liveness = field(init=False)
     control: Control = field(init=False)
     counts: Counts = field(init=False)
@@ -51,9 +53,9 @@ class Peers:
 
     def _build(self, generation: Generation) -> None:
         self.generation = generation
-        self.liveness = Liveness(generation, self.rendezvous, self.waits, self.events)
+        self.liveness = Liveness(generation, self.rendezvous, self.waits, self.events, self.limits)
         self.control = Control(generation.collectives, self.liveness)
         self.counts = Counts(generation.collectives, self.liveness, self.count)
 
     def _handed_out(self, event: HandedOut) -> None:
-        self.liveness.step = event.step
+        self.liveness.here.step = event.step

@@ -66,11 +66,13 @@ class Session:
         self.settings = settings
         self.events = events
         self.stopwatch = Stopwatch(HostClock(), Waits())
-        self.peers = Peers(generation, rendezvous, events, self.stopwatch.waits, settings.count)
+        waits, limits = self.stopwatch.waits, settings.limits
+        self.peers = Peers(generation, rendezvous, events, waits, settings.count, limits)
         try:
             self.first_plans, self.engine = _started(settings, generation)
         except PoiseError as error:
             self.peers.liveness.fail(f"{type(error).__name__}: {error}")
+            self.peers.liveness.leave()
             raise
         self.plan: Plan = self.first_plans.at(0)
         """That of the batch handed out last: what all workers know to be in effect."""
@@ -169,11 +171,12 @@ class Session:
     def reducing(self) -> Batch:
         """A gradient is about to be summed over the workers; return the batch that it is of."""
         batch = self.progress.batch_to_reduce()
-        self.peers.liveness.reductions += 1
+        self.peers.liveness.here.reductions += 1
         return batch
 
     def reduced(self, step: int, stamp: Stamp | None, weights: Sequence[float]) -> None:
         """The gradient of the batch under way is summed; without a stamp, just now."""
+        self.peers.liveness.here.reduced += 1
         plan = self.plan
         worth = plan.gain * self.settings.global_batch / plan.global_batch
         self.progress = self.progress.reduced(worth)
@@ -224,17 +227,31 @@ class Session:
         told = (known, change, step, self.plan)
         self.events.tell(Resumed(step, self.stopwatch.stamp(), *told))
 
-    def close(self) -> None:
-        """Wait for the other workers to be done, and tell of the last steps."""
-        self.peers.liveness.finish()
-        if self._exchange is not None:
-            self._exchange.finish()
-        self.events.tell(self.stamped(Closed))
+    def close(self, disconnect: Callable[[], None] = lambda: None) -> None:
+        """Wait for the other workers to be done, tell of the last steps, and leave.
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others why this worker stops."""
-        self.peers.liveness.fail(f"{type(error).__name__}: {error}")
-        self.events.tell(self.stamped(Closed))
+        Disconnect ends the connections that the adapter holds, by which others see that.
+        """
+        try:
+            self.peers.liveness.finish()
+            if self._exchange is not None:
+                self._exchange.finish()
+            self.events.tell(self.stamped(Closed))
+        finally:
+            self._leave(disconnect)
+
+    def fail(self, error: BaseException, disconnect: Callable[[], None] = lambda: None) -> None:
+        """Tell the others why this worker stops, and leave."""
+        try:
+            self.peers.liveness.fail(f"{type(error).__name__}: {error}")
+            self.events.tell(self.stamped(Closed))
+        finally:
+            self._leave(disconnect)
+
+    def _leave(self, disconnect: Callable[[], None]) -> None:
+        self.peers.part()
+        disconnect()
+        self.peers.liveness.leave()
 
 
 class Fetching:

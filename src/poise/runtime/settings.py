@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Any, Literal, TypeGuard
 
 from poise.core.learning_rate import RULES, unknown_rule
+from poise.core.liveness import Limits
 from poise.core.order import check_seed
 from poise.engine.adaptation import Adaptation
 from poise.engine.modes import Mode, mode_of
@@ -16,7 +17,7 @@ from poise.runtime.counts import CountFunction
 from poise.runtime.slicing import Slicer
 
 Arrangement = Callable[[list[int]], list[int]]
-SILENT_S = 10.0
+SILENT_S = Limits.silent_s
 """How long a worker may give no sign of life, unless the user says otherwise."""
 LEAST_SILENT_S, LEAST_HANG_S, MOST_S = 1.0, 0.1, 30 * 24 * 3600.0
 """Signs of life are a twentieth of `silent_s` apart; a limit beyond a month is no limit."""
@@ -44,6 +45,12 @@ class Settings:
     record: str | PathLike[str] | None = None
     arranged: Arrangement | None = None
     """Puts the samples of each share into another order; an instrument's to state."""
+
+    @property
+    def limits(self) -> Limits:
+        """How long to wait for other workers."""
+        stated = {} if self.hang_s is None else {"hang_s": self.hang_s}
+        return Limits(silent_s=self.silent_s, **stated)
 
     def __post_init__(self) -> None:
         if not is_number_of_samples(self.global_batch):

@@ -5,7 +5,8 @@ For tests, and for whoever writes an adapter: what passes here needs no processe
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,8 +23,10 @@ Take = Callable[[Sequence[Numbers]], None]
 class ThreadGroup:
     """Where the threads of one generation meet."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, *others: "ThreadGroup") -> None:
+        """Let workers meet; a cut ends the operations of the other groups, too."""
         self._workers = workers
+        self._others = others
         self._posted = [0] * workers
         self._operations: dict[int, _Operation] = defaultdict(lambda: _Operation(self))
         self.changed = threading.Condition()
@@ -39,6 +42,8 @@ class ThreadGroup:
         with self.changed:
             self.why = self.why or why
             self.changed.notify_all()
+        for other in self._others:
+            other.cut(why)
 
     def post(self, worker: int, own: Numbers, take: Take) -> "_Operation":
         """Add a worker's part to its next operation."""
@@ -96,6 +101,10 @@ class ThreadCollectives:
         """Copy all rows, if there is room for them."""
         return self._post(row, lambda parts: None if rows is None else np.copyto(rows, parts))
 
+    def cut(self) -> None:
+        """End what waits, for all threads."""
+        self.group.cut("a worker is lost")
+
     def close(self) -> None:
         """There are none to let go of."""
 
@@ -106,19 +115,35 @@ class ThreadCollectives:
 class ThreadRendezvous:
     """Texts that threads leave for each other."""
 
+    host = "this process"
+
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._gone = False
 
     def set(self, key: str, text: str) -> None:
         """Leave a text."""
-        with self._changed:
+        with self._asked():
             self._texts[key] = text
-            self._changed.notify_all()
 
-    def get(self, keys: Sequence[str]) -> list[str]:
-        """Return texts as soon as all of them are there."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._texts.keys() >= set(keys), _HANG_S):
-                raise RendezvousLost(f"nobody left a text for one of {list(keys)}")
-            return [self._texts[key] for key in keys]
+    def get(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return those texts that are there."""
+        with self._asked():
+            return {key: self._texts[key] for key in keys if key in self._texts}
+
+    def first(self, key: str, text: str) -> str:
+        """Leave a text unless there is one."""
+        with self._asked():
+            return self._texts.setdefault(key, text)
+
+    def cut(self) -> None:
+        """Be gone."""
+        self._gone = True
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        with self._lock:
+            if self._gone:
+                raise RendezvousLost("the rendezvous was cut")
+            yield

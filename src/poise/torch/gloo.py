@@ -1,6 +1,6 @@
 """Control traffic over gloo, and the launcher's store as a rendezvous."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,7 @@ from poise.core.timing import Floats
 from poise.errors import PoiseError
 from poise.runtime.collectives import Disconnected, Numbers
 from poise.runtime.rendezvous import RendezvousLost
+from poise.torch.sockets import Sockets
 
 _GROUPS_OWN = timedelta(0)
 """For torch: wait as long as the group's own limit says."""
@@ -43,8 +44,10 @@ class GlooCollectives:
     They are the group's own: the functions of torch.distributed take twice as long.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, cut: Callable[[], None]) -> None:
+        """Take the group, and what ends the waits in all groups of this worker."""
         self._group: Any = group
+        self._cut = cut
         self.worker = group.rank()
         self.workers = group.size()
 
@@ -68,6 +71,10 @@ class GlooCollectives:
             work = self._group.gather(output_tensors=room, input_tensor=tensor, root=0)
         return GlooPending(work, [tensor, *room])
 
+    def cut(self) -> None:
+        """End what waits."""
+        self._cut()
+
     def close(self) -> None:
         """Let go of the group, whose connections end with its last reference."""
         self._group = None
@@ -76,19 +83,37 @@ class GlooCollectives:
 class StoreRendezvous:
     """A store of torch's: what one worker sets, all get."""
 
-    def __init__(self, store: Store) -> None:
-        # A connection of its own, since a wait on one keeps other threads from using it.
-        self._store: Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
+    def __init__(self, store: Store, host: str, limit_s: float) -> None:
+        """Connect with the store's host, by a connection of its own, within a limit."""
+        self.host = host
+        self.sockets = Sockets()
+        with self.sockets.opening(limit_s):
+            self._store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
+        self._seen: set[str] = set()
+        """Keys that are known to be there; a store waits for others."""
 
     def set(self, key: str, text: str) -> None:
         """Leave a text."""
         with _hosted():
             self._store.set(key, text)
 
-    def get(self, keys: Sequence[str]) -> list[str]:
-        """Return texts as soon as all of them are there."""
+    def get(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return those texts that are there."""
         with _hosted():
-            return [text.decode() for text in self._store.multi_get(list(keys))]
+            unseen = [key for key in keys if key not in self._seen]
+            self._seen |= {key for key in unseen if self._store.check([key])}
+            there = [key for key in keys if key in self._seen]
+            texts = self._store.multi_get(there) if there else []
+            return {key: text.decode() for key, text in zip(there, texts, strict=True)}
+
+    def first(self, key: str, text: str) -> str:
+        """Leave a text unless there is one."""
+        with _hosted():
+            return self._store.compare_set(key, "", text).decode()
+
+    def cut(self) -> None:
+        """Shut down the connection."""
+        self.sockets.cut()
 
 
 class disconnecting:  # noqa: N801 (read as a verb, like contextlib's own)
@@ -108,10 +133,15 @@ def raise_if_disconnected(error: RuntimeError) -> None:
     The trace of torch's error is dropped: its frames hold DistributedDataParallel, and so the
     connections by whose end others notice that this worker leaves.
     """
+    if is_disconnection(error):
+        raise disconnection(error) from error.with_traceback(None)
+
+
+def is_disconnection(error: RuntimeError) -> bool:
+    """Whether an error of torch's says that another worker is gone or late."""
     text = str(error)
     between_workers = isinstance(error, DistError) or "gloo" in text or "NCCL" in text
-    if between_workers and not isinstance(error, PoiseError):
-        raise disconnection(error) from error.with_traceback(None)
+    return between_workers and not isinstance(error, PoiseError)
 
 
 def disconnection(error: RuntimeError) -> Disconnected:

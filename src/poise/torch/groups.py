@@ -3,35 +3,44 @@
 import gc
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store
 
-from poise.environment import Launch, launched_as
+from poise.core.liveness import Limits
+from poise.environment import Launch, agent_hosts_store, launched_as
 from poise.errors import WorkerLost
 from poise.runtime.generation import Generation
 from poise.torch.gloo import GlooCollectives, StoreRendezvous
+from poise.torch.sockets import Sockets
 
 
 class Groups:
     """This worker's connections: a world, and groups for control and for gradients."""
 
-    def __init__(self, hang_s: float | None) -> None:
+    def __init__(self, hang_s: float | None = None, silent_s: float = Limits.silent_s) -> None:
         """Join the group that exists, or that the launcher describes, or be the only worker."""
         self._timeout = None if hang_s is None else timedelta(seconds=hang_s)
         self._owns_world = not dist.is_initialized()
         """Whether the default group was made here, to be destroyed at the end."""
-        if self._owns_world:
-            _init_world(self._timeout)
-        self._own: list[ProcessGroup] = [dist.new_group(backend="gloo", timeout=self._timeout)]
+        self._sockets = Sockets()
+        # Torch keeps to its limit, unless the process that hosts the store is stopped.
+        limit_s = (hang_s or Limits.hang_s) + silent_s
+        with self._sockets.opening(limit_s):
+            if self._owns_world:
+                _init_world(self._timeout)
+            control = dist.new_group(backend="gloo", timeout=self._timeout)
+            store = _own_part(default_store(), "balancer", dist.get_rank())
+        self.rendezvous = StoreRendezvous(store, _store_host(), limit_s)
+        self._sockets.count_store(_port_of(store), spared=self.rendezvous.sockets)
+        self._own: list[ProcessGroup] = [control]
         """Groups made here: that for control, always gloo, and perhaps one for gradients."""
-        worker = dist.get_rank()
-        self.rendezvous = StoreRendezvous(_own_part(default_store(), "balancer", worker))
 
     @property
     def generation(self) -> Generation:
         """The workers, of which nothing is known but their numbers."""
-        return Generation(GlooCollectives(self._own[0]))
+        return Generation(GlooCollectives(self._own[0], self._cut))
 
     def gradients(self, devices: Sequence[str]) -> ProcessGroup:
         """Return a group that can sum tensors on devices of these types, one of each worker.
@@ -40,10 +49,13 @@ class Groups:
         """
         world = dist.group.WORLD
         assert world is not None
-        limited = self._timeout is not None and not self._owns_world
-        if not limited and _serves(str(dist.get_backend_config(world)), devices):
+        config, backend = str(dist.get_backend_config(world)), common_backend(devices)
+        # A group of gloo that the script made cannot be ended from here when a worker is lost.
+        limited = self._timeout is not None or backend == "gloo"
+        if (self._owns_world or not limited) and _serves(config, devices):
             return world
-        made: ProcessGroup = dist.new_group(backend=common_backend(devices), timeout=self._timeout)
+        with self._sockets.opening():
+            made: ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
         self._own.append(made)
         return made
 
@@ -54,6 +66,7 @@ class Groups:
         the interpreter shuts down, where one that still holds a callback aborts the process.
         """
         own, self._own = self._own, []
+        self._sockets.forget()
         if dist.is_initialized():
             if self._owns_world:
                 dist.destroy_process_group()
@@ -62,6 +75,13 @@ class Groups:
                     dist.destroy_process_group(group)
         del own
         gc.collect()
+
+    def _cut(self) -> None:
+        """End what waits for other workers in these groups; called from any thread."""
+        self._sockets.cut()
+        for group in self._own:
+            if group.name() != "gloo":  # whose abort does nothing
+                group.abort()
 
 
 def default_store() -> Store:
@@ -111,6 +131,21 @@ def _init_world(timeout: timedelta | None) -> None:
             f"worker {worker} could not meet all {workers} workers: "
             f"{str(error).splitlines()[0]}; look for one that failed before its Balancer"
         ) from error
+
+
+def _store_host() -> str:
+    """Say whose end is the end of the store."""
+    launch = launched_as()
+    if launch is None:
+        return "the process group"
+    return f"worker 0's launcher at {launch.address}" if agent_hosts_store() else "worker 0"
+
+
+def _port_of(store: Any) -> int | None:
+    """Return the port at which a store is reached; None: at none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
 
 
 _MET: dict[Launch, Store] = {}

@@ -91,7 +91,7 @@ class SharedModule(nn.Module):
             return link.ddp(*args, **kwargs)
         except RuntimeError as error:
             liveness = link.session.peers.liveness
-            with liveness.naming(f"the forward of step {liveness.step}"):
+            with liveness.naming(f"the forward of step {liveness.here.step}"):
                 raise_if_disconnected(error)
             raise
 

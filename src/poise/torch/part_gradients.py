@@ -96,7 +96,7 @@ class PartGradients:
         counts = peers.counts.own > 0
         mine = [int(counts and p in self._sums) for p in parameters]
         mask = torch.tensor(mine, dtype=torch.int32, device=parameters[0].device)
-        doing = f"the reduction of step {peers.liveness.step}"
+        doing = f"the reduction of step {peers.liveness.here.step}"
         with peers.liveness.watch(doing), disconnecting():
             dist.all_reduce(mask, group=peers.generation.gradients)
         return {p for p, users in zip(parameters, mask.tolist(), strict=True) if users}

@@ -1,6 +1,6 @@
 """Synchronous training: every step one gradient, summed over all workers by their counts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from poise.runtime.session import Session
 from poise.runtime.settings import most_samples
 from poise.runtime.training import Saved, Schedule
 from poise.torch.checks import handed_in, prepared
+from poise.torch.gloo import disconnection, is_disconnection
 from poise.torch.groups import Groups
 from poise.torch.loader import ShareLoader, lead
 from poise.torch.micro import Part
@@ -33,7 +34,7 @@ class Synchronous:
     def __init__(self, settings: TorchSettings, events: Events) -> None:
         """Join the process group that exists, or torchrun's, or train alone."""
         self._settings = settings
-        self._groups = groups = Groups(settings.hang_s)
+        self._groups = groups = Groups(settings.hang_s, settings.silent_s)
         self._closed = False
         self._built: Built | None = None
         try:
@@ -155,24 +156,29 @@ class Synchronous:
 
     def close(self) -> None:
         """Wait for the other workers to be done, and free what this training holds."""
-        self._end(self._session.close)
+        if self._ending():
+            self._session.close(self._disconnect)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this worker stops, and leave the groups, which they notice."""
-        self._end(lambda: self._session.fail(error))
-
-    def _end(self, how: Callable[[], None]) -> None:
-        """Let go of hooks, end the session, and leave the groups; the first time only."""
-        if self._closed:
+        if not self._ending():
             return
+        if isinstance(error, RuntimeError) and is_disconnection(error):
+            # A call of the script's own to torch.distributed, which another worker keeps from
+            # going on: that one is to blame.
+            self._session.peers.liveness.lost("a call of the script", disconnection(error))
+        self._session.fail(error, self._disconnect)
+
+    def _ending(self) -> bool:
+        """Let go of the optimizers; False: that was done before."""
+        if self._closed:
+            return False
         self._closed = True
         if self._built is not None:
             self._built.updates.release()
-        try:
-            how()
-        finally:
-            for link in () if self._built is None else self._built.links:
-                link.release()
-            self._session.peers.part()
-            self._groups.leave()
-            self._session.peers.liveness.linger()
+        return True
+
+    def _disconnect(self) -> None:
+        for link in () if self._built is None else self._built.links:
+            link.release()
+        self._groups.leave()
