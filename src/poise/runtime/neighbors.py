@@ -13,13 +13,15 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_place() -> str:
-    """Return where process numbers have a meaning: one boot of one machine, one container of it.
+    """Return where process numbers have a meaning, and life is enough to be reached.
 
-    Empty where that cannot be told, so that nobody's process is looked for at the wrong place:
-    two machines may well have the same name.
+    That is one boot of one machine, and there one container and one network: the process of a
+    worker whose link is cut lives on. Empty where that cannot be told, so that nobody's process
+    is looked for at the wrong place; two machines may well have the same name.
     """
     try:
-        return f"{_BOOT.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+        spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net"))
+        return " ".join([_BOOT.read_text().strip(), *map(str, spaces)])
     except OSError:
         return ""
 
