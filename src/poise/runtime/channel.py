@@ -1,13 +1,17 @@
 """One end of a connection: texts and bytes on a socket, each announced by its length.
 
-Texts are JSON, and nothing is pickled. The end of a process closes the connection, and is noticed
-on the other side at once; the end of a machine, by the keep-alive of the socket.
+Texts are JSON, and nothing is pickled. One length, which no text has, is a sign of life. The end of
+a process closes the connection, and is noticed on the other side at once; that one is stopped, or a
+machine or link gone, by its silence.
 """
 
+import fcntl
 import json
 import os
 import socket
 import struct
+import termios
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,12 +25,16 @@ GONE = (OSError, EOFError)
 MOST_BYTES = 64 * 1024**2
 """The longest text; that of a large model's parameter names has some megabytes."""
 _LENGTH = struct.Struct("!I")
+_NOTHING = 2**32 - 2
+_BEAT = _LENGTH.pack(_NOTHING)
+"""A sign of life: nothing follows."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """Seconds of silence, seconds from one question to the next, how many stay unanswered; and, in
 milliseconds, how long what was sent may stay unanswered."""
 _PIECE = 2**20
 """Bytes that are asked for at a time, however many are announced."""
 _LEAST_S = 0.001
+_UNREAD = struct.Struct("i")
 _open: "WeakSet[socket.socket]" = WeakSet()
 _watching: list[bool] = []
 
@@ -42,6 +50,11 @@ def keep_from_children(end: socket.socket) -> None:
     _open.add(end)
 
 
+def descriptors() -> set[int]:
+    """Return the descriptors of all channels of this process."""
+    return {end.fileno() for end in list(_open)}
+
+
 def _let_go() -> None:
     for end in list(_open):
         end.close()
@@ -52,8 +65,17 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        # A second handle without a limit, so that a sign of life never waits.
+        self._beating = socket.socket(fileno=os.dup(end.fileno()))
+        self._sending = threading.Lock()
+        self._unsent = b""
+        """The rest of a sign of life for which there was no room."""
+        self._received = 0
+        self._limit_s: float | None = end.gettimeout()
         self._deadline_s: float | None = None
+        self._why = "the connection is closed"
         keep_from_children(end)
+        keep_from_children(self._beating)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
@@ -66,9 +88,8 @@ class Channel:
         return str(self._socket.getsockname()[0])
 
     def set_limit(self, seconds: float | None) -> None:
-        """Set how long a text is waited for; None: for ever."""
-        self._deadline_s = None
-        self._socket.settimeout(seconds)
+        """Set how long a text is waited for; None: as long as the other end lives."""
+        self._deadline_s, self._limit_s = None, seconds
 
     def set_deadline(self, seconds: float) -> None:
         """Set how long all texts until the next limit may take together."""
@@ -90,47 +111,88 @@ class Channel:
 
     def send(self, data: bytes) -> None:
         """Send bytes, announced by their number."""
-        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        with self._sending:
+            self._socket.settimeout(self._limit_s)
+            unsent, self._unsent = self._unsent, b""
+            self._socket.sendall(unsent + _LENGTH.pack(len(data)) + data)
+
+    def beat(self) -> None:
+        """Give a sign of life, unless something is being sent, which is one; never waits."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            beat = self._unsent or _BEAT
+            self._unsent = beat[self._beating.send(beat, socket.MSG_DONTWAIT) :]
+        except OSError:  # no room, or closed: whoever reads is told
+            pass
+        finally:
+            self._sending.release()
+
+    def arrived(self) -> int:
+        """Return how many bytes have come, whether they are read or not."""
+        try:
+            answer = fcntl.ioctl(self._beating.fileno(), termios.FIONREAD, bytes(_UNREAD.size))
+        except (OSError, ValueError):  # it is closed
+            return self._received
+        unread: int = _UNREAD.unpack(answer)[0]
+        return self._received + unread
 
     def receive(self, most_bytes: int = MOST_BYTES) -> bytes:
         """Return the next bytes, or raise Disagreement if more are announced than are allowed."""
-        (length,) = _LENGTH.unpack(self.read(_LENGTH.size))
+        deadline_s = self._deadline_s
+        if deadline_s is None and self._limit_s is not None:
+            deadline_s = time.monotonic() + self._limit_s
+        length = _NOTHING
+        while length == _NOTHING:  # signs of life do not extend the limit
+            (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline_s))
         if length > most_bytes:
             raise Disagreement(f"the other end of a connection announced {length} bytes")
-        return self.read(length)
+        return self._read(length, deadline_s)
 
     def read(self, count: int) -> bytes:
         """Return so many bytes, which nothing announces."""
+        return self._read(count, self._deadline_s)
+
+    def _read(self, count: int, deadline_s: float | None) -> bytes:
         parts, missing = [], count
         while missing:
-            if self._deadline_s is not None:
-                left_s = self._deadline_s - time.monotonic()
-                self._socket.settimeout(max(left_s, _LEAST_S))
+            left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), _LEAST_S)
+            self._socket.settimeout(left_s)
             part = self._socket.recv(min(missing, _PIECE))
             if not part:
-                raise EOFError("the connection is closed")
+                raise EOFError(self._why)
+            self._received += len(part)
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
 
     def ended(self) -> bool:
-        """Whether the other end has closed the connection, as far as is known now."""
-        limit = self._socket.gettimeout()
+        """Whether the other end has closed the connection, as far as is known now.
+
+        Between two texts only: signs of life that wait in front of the end are taken out.
+        """
         self._socket.setblocking(False)
         try:
-            return self._socket.recv(1, socket.MSG_PEEK) == b""
+            while (found := self._socket.recv(len(_BEAT), socket.MSG_PEEK)) == _BEAT:
+                self._received += len(self._socket.recv(len(_BEAT)))
         except BlockingIOError:
             return False
         except OSError:
             return True
-        finally:
-            self._socket.settimeout(limit)
+        return found == b""
 
     def hang_up(self) -> None:
         """Hear nothing more; what is being sent still arrives."""
         with suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RD)
 
+    def cut(self, why: str) -> None:
+        """End the connection from another thread; whoever uses it is told why."""
+        self._why = why
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Let go of the connection."""
+        self._beating.close()
         self._socket.close()

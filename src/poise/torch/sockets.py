@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet
@@ -56,6 +56,11 @@ class Sockets:
                 deadline.cancel()
                 deadline.join()
             look()
+
+    def leave_out(self, numbers: Collection[int]) -> None:
+        """Count some no more, by descriptor, which somebody else opened at the same time."""
+        for number in numbers:
+            self._inodes.pop(number, None)
 
     def count_store(self, port: int | None, *, spared: "Sockets") -> None:
         """Count the connections with the store at this port, whenever they come, but for some."""

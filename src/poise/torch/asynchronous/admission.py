@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from poise import __version__
+from poise.core.liveness import Limits
 from poise.engine.modes import Async, Stale
 from poise.environment import shared_secret
 from poise.errors import Disagreement
 from poise.runtime.channel import GONE, Channel
 from poise.runtime.door import Door, check_secret
+from poise.runtime.pulse import Pulse
 from poise.torch.asynchronous.course import Course, Ending, Failed
 from poise.torch.asynchronous.desk import Desk
 from poise.torch.asynchronous.flat import Flat
@@ -18,7 +20,6 @@ from poise.torch.asynchronous.messages import About, NoMore, about_of
 from poise.torch.asynchronous.parameters import everything
 from poise.torch.asynchronous.role import ServerRole
 
-_HANG_S = 1800.0
 _GOODBYE_S = 5.0
 _LABEL = 120
 """Characters of a worker's words that are shown."""
@@ -28,12 +29,13 @@ _log = logging.getLogger("poise")
 class Admission:
     """Lets workers in from the start; they wait until the script gets to its first pass."""
 
-    def __init__(self, role: ServerRole, course: Course, hang_s: float | None) -> None:
+    def __init__(self, role: ServerRole, course: Course, limits: Limits) -> None:
         host, secret = role.serving.host, shared_secret()
         check_secret(host, secret)
         self._mode = role.mode
         self._course = course
-        self._limit_s = hang_s or _HANG_S
+        self._hang_s = limits.hang_s
+        self._pulse = Pulse(limits)
         self._desk: Desk | None = None
         """Where workers are served; None until the script prepares its training."""
         self._numbers: set[int] = set()
@@ -54,6 +56,7 @@ class Admission:
         if self._desk is not None:
             self._course.await_leaves(_GOODBYE_S)
         self._door.close(_GOODBYE_S)
+        self._pulse.end()
         if self._desk is not None:
             self._desk.close()
 
@@ -80,6 +83,7 @@ class Admission:
         finally:
             with self._course.changing():
                 self._numbers.discard(worker)
+            self._pulse.release(channel)
             link.close()
 
     def _host(self, worker: int, link: Link, about: About) -> None:
@@ -88,10 +92,11 @@ class Admission:
         channel.set_limit(None)  # its script may take its time until it prepares
         ahead = isinstance(self._mode, Async) and self._mode.ahead
         channel.tell({"worker": worker, "mode": str(self._mode), "ahead": ahead})
+        self._pulse.watch(channel, link.cut)
         training = channel.hear()
         desk = self._await_desk(channel)
         _check_facts(desk.given.facts, training.get("facts"))
-        channel.set_limit(self._limit_s)
+        channel.set_limit(self._hang_s)
         channel.tell({"accepted": True})
         link.pair_up(server=True)
         self._course.await_first_pass(channel)

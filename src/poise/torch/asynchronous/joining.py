@@ -5,10 +5,12 @@ import sys
 import time
 from typing import Any
 
+from poise.core.liveness import Limits
 from poise.environment import shared_secret
 from poise.errors import InvalidSetting, ServerLost
 from poise.runtime.channel import Channel
 from poise.runtime.door import knock
+from poise.runtime.pulse import Pulse
 from poise.torch.asynchronous.facts import Given
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link, heard, server_needed
@@ -28,7 +30,7 @@ _LAST_PORT = 65535
 class Joining:
     """A worker that has come through a server's door, and joins its training step by step."""
 
-    def __init__(self, address: str, about: About) -> None:
+    def __init__(self, address: str, about: About, limits: Limits) -> None:
         """Knock at the server's door, which may not be there yet."""
         self.address = address
         self.link = Link(_let_in(address, about))
@@ -39,6 +41,8 @@ class Joining:
         """The number that the server gives to this worker."""
         self.ahead = bool(answer["ahead"])
         """Whether this worker is to compute while its push travels."""
+        self._pulse = Pulse(limits)
+        self._pulse.watch(self.link.channel, self._silent)
 
     def enter(self, given: Given) -> int:
         """Give models the server's values once it trains the same and has begun; return the epoch.
@@ -54,6 +58,17 @@ class Joining:
             self.link.receive(whole.bytes)
         whole.write(everything(given.models))
         return epoch
+
+    def leave(self) -> None:
+        """Let go of the connection."""
+        self._pulse.end()
+        self.link.close()
+
+    def _silent(self, why: str) -> None:
+        """The server is lost: say so at once, since this worker may compute for long."""
+        sys.stderr.write(f"poise: worker {self.worker}: the server at {self.address}: {why}\n")
+        sys.stderr.flush()
+        self.link.cut(why)
 
     def _heard(self) -> dict[str, Any]:
         return heard(self.link.channel, f"the server at {self.address} refuses: ")

@@ -4,6 +4,7 @@ The channel says what comes; what is large travels in a process group of two, wh
 other through the channel. The end of a process closes both.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,11 +14,13 @@ import torch
 from torch.distributed import Store
 
 from poise.errors import Disagreement, ServerLost
-from poise.runtime.channel import GONE, Channel
+from poise.runtime.channel import GONE, Channel, descriptors
 from poise.torch.asynchronous.messages import Message, message_of, text_of
+from poise.torch.sockets import Sockets
 from poise.torch.torch_private import gloo_pair
 
 _TRANSFER = timedelta(minutes=5)
+_pairing = threading.Lock()
 
 
 class Link:
@@ -29,6 +32,9 @@ class Link:
         """A ProcessGroupGloo."""
         self._peer = 0
         """The other end's place in it."""
+        self._sockets = Sockets()
+        """What the pair is connected by."""
+        self._why = "the connection is closed"
 
     def say(self, message: Message) -> None:
         """Send a message."""
@@ -45,28 +51,47 @@ class Link:
     def pair_up(self, *, server: bool) -> None:
         """Make the process group of two; both ends call it together."""
         self._peer = 1 if server else 0
-        with _as_connection():
+        with self._as_connection():
             try:
                 letters = _Letters(self.channel)
-                self._pair = gloo_pair(letters, 1 - self._peer, self.channel.host, _TRANSFER)
+                # One at a time, so that a server knows which sockets are whose.
+                with _pairing, self._sockets.opening():
+                    self._pair = gloo_pair(letters, 1 - self._peer, self.channel.host, _TRANSFER)
+                self._sockets.leave_out(descriptors())  # of those who knocked meanwhile
             except (ValueError, LookupError, ArithmeticError, MemoryError) as error:
                 # Of gloo, which reads what the other end says, or of a key that is no UTF-8.
                 raise Disagreement("the other end of a connection cannot be paired with") from error
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor on the CPU."""
-        with _as_connection():
+        with self._as_connection():
             self._pair.send([tensor], self._peer, 0).wait()
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Receive a tensor into another one of the same size."""
-        with _as_connection():
+        with self._as_connection():
             self._pair.recv([tensor], self._peer, 0).wait()
+
+    def cut(self, why: str) -> None:
+        """End the connection, from another thread; whoever waits in it is told why."""
+        self._why = why
+        self.channel.cut(why)
+        self._sockets.cut()
 
     def close(self) -> None:
         """Let go of the connection."""
+        self._sockets.forget()
         self._pair = None
         self.channel.close()
+
+    @contextmanager
+    def _as_connection(self) -> Iterator[None]:
+        """Raise what gloo says of a lost pair as what a socket would raise."""
+        try:
+            yield
+        except RuntimeError as error:
+            slow = "timed out" in str(error).lower()
+            raise ConnectionError("a transfer took too long" if slow else self._why) from error
 
 
 def heard(channel: Channel, refusing: str = "") -> dict[str, Any]:
@@ -89,18 +114,6 @@ def server_needed(address: str, doing: str = "") -> Iterator[None]:
         raise ServerLost(
             f"the server at {address} is gone ({why}); start it again, from its last save, and "
             "then this worker"
-        ) from error
-
-
-@contextmanager
-def _as_connection() -> Iterator[None]:
-    """Raise what gloo says of a lost pair as what a socket would raise."""
-    try:
-        yield
-    except RuntimeError as error:
-        slow = "timed out" in str(error).lower()
-        raise ConnectionError(
-            "a transfer took too long" if slow else "the connection is closed"
         ) from error
 
 

@@ -54,7 +54,7 @@ class Server(ServedTraining):
         self._served: ServedEpoch | None = None
         """None until the script prepares its training."""
         self._course = Course()
-        self._admission = Admission(role, self._course, settings.hang_s)
+        self._admission = Admission(role, self._course, settings.limits)
         self.address = self._admission.address
         if role.serving.announce is not None:
             role.serving.announce(self.address)

@@ -36,7 +36,7 @@ class JoinedWorker(ServedTraining):
         super().__init__(settings, events)
         mode = None if role.mode is None else str(role.mode)
         about = About(__version__, mode, role.number, socket.gethostname())
-        self._joining = Joining(role.address, about)
+        self._joining = Joining(role.address, about, settings.limits)
         self.worker = self._joining.worker
         self._exchange: ServerExchange | None = None
 
@@ -118,7 +118,7 @@ class JoinedWorker(ServedTraining):
         self._let_go()
 
     def _let_go(self) -> None:
-        self._joining.link.close()
+        self._joining.leave()
         if self._exchange is not None:
             self._exchange.close()
 
