@@ -37,8 +37,17 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def started(*words: str, torch: bool = True) -> "subprocess.Popen[str]":
-    start = ["-m", "poise"] if torch else ["-c", WITHOUT_TORCH]
+AHEAD = """
+import sys, time
+clock = time.time
+time.time = lambda: clock() + 20
+from poise.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def started(*words: str, code: str | None = None) -> "subprocess.Popen[str]":
+    start = ["-m", "poise"] if code is None else ["-c", code]
     return subprocess.Popen(
         [sys.executable, *start, "doctor", *words],
         env={**os.environ, "POISE_SECRET": "", "COLUMNS": "160"},
@@ -80,7 +89,7 @@ def reached(listener: Listener) -> socket.socket:
 @pytest.mark.slow
 def test_two_doctors_print_the_same_and_one_needs_no_torch() -> None:
     with listening() as (first, address):
-        code, output, errors = ended(started(address, torch=False))
+        code, output, errors = ended(started(address, code=WITHOUT_TORCH))
         assert (code, errors) == (0, "")
         _, theirs, _ = ended(first)
         assert first.returncode == 0
@@ -88,6 +97,14 @@ def test_two_doctors_print_the_same_and_one_needs_no_torch() -> None:
     assert "torch is not installed on" in output
     assert "MB/s" in output
     assert output.strip() in theirs
+
+
+@pytest.mark.slow
+def test_a_clock_that_is_ahead_is_noticed() -> None:
+    with listening() as (_, address):
+        code, output, _ = ended(started(address, code=AHEAD))
+    assert code == 0
+    assert re.search(r"the clock of \S+ is 20\.0 s ahead", output)
 
 
 @pytest.mark.parametrize("wrong", [b"b", None])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from poise.cli.doctor_facts import CLOCKS_S
 from poise.core.reachability import (
     OPEN,
     REFUSED,
@@ -20,7 +21,6 @@ BUCKET_BYTES = 25_000_000
 """What DistributedDataParallel reduces at once."""
 STRANGER = "stranger"
 """Somebody else answered than the machine that was called."""
-_CLOCKS_S = 1.0
 _SLOW_BUCKET_S = 2.5
 """How long a bucket may take on its way before a link counts as slow."""
 
@@ -141,7 +141,7 @@ def _version_warnings(first: Machine, second: Machine) -> Iterator[str]:
 
 
 def _clock_warning(first: Machine, second: Machine, link: Link) -> str | None:
-    if abs(link.clock_s) - link.clock_error_s <= _CLOCKS_S:
+    if abs(link.clock_s) - link.clock_error_s <= CLOCKS_S:
         return None
     ahead, behind = (first, second) if link.clock_s > 0 else (second, first)
     return (
