@@ -183,7 +183,7 @@ def test_a_call_to_the_wrong_network_names_the_interface() -> None:
     (text,) = texts(
         findings_together(FIRST, second, replace(LINK, call_second=SILENT)), problems=True
     )
-    assert "gives the other workers 192.168.7.5 (wlan0)" in text
+    assert "192.168.7.5 (wlan0) as its address, which alpha cannot reach" in text
     assert "set GLOO_SOCKET_IFNAME=eth0 on beta" in text
     assert findings_together(FIRST, second, LINK) == [], "the call arrived"
     (alone,) = findings_alone(TWO_NETWORKS, SEEN, None)

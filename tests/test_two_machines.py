@@ -203,19 +203,56 @@ def test_a_doctor_tells_no_answer_from_a_refusal(machines: TwoMachines) -> None:
     assert "set GLOO_SOCKET_IFNAME=eth0 on beta" in one_line(output)
 
 
+def two_doctors(machines: TwoMachines, *exports: str) -> tuple[int, str]:
+    """Have a doctor on beta visit one on alpha, which print the same; return beta's."""
+    lines = ["export POISE_SECRET=s", *exports]
+    results = typed(
+        machines,
+        {
+            "alpha": [*lines, "poise doctor --listen 10.0.0.1:29500"],
+            "beta": [*lines, "poise doctor 10.0.0.1:29500"],
+        },
+    )
+    (code, output), (theirs, said) = results["beta"], results["alpha"]
+    assert code == theirs, said
+    assert output.splitlines()[-1] == said.splitlines()[-1]
+    return code, output
+
+
+@pytest.mark.slow
+@needs_two_machines
+def test_a_doctor_finds_a_firewall_that_lets_one_port_through(machines: TwoMachines) -> None:
+    """Answers of alpha and beta to each other from free ports to free ports are dropped."""
+    for host in ADDRESSES:
+        ports = "sport 32768-60999 dport 32768-60999"
+        machines.run(f"ip -n {{{host}}} rule add pref 10 ipproto tcp {ports} blackhole")
+    code, output = two_doctors(machines, "export GLOO_SOCKET_IFNAME=eth0")
+    assert code == 1, output
+    assert "have the firewall of beta allow all ports from alpha" in one_line(output)
+    assert "have the firewall of alpha allow all ports from beta" in one_line(output)
+
+
+@pytest.mark.slow
+@needs_two_machines
+def test_a_doctor_names_the_interface_of_the_right_network(machines: TwoMachines) -> None:
+    """Beta's name resolves to an address of its own in a network that alpha is not in."""
+    machines.run("ip -n {beta} link add far0 type veth peer name far1")
+    machines.run("ip -n {beta} addr add 172.16.0.9/24 dev far0")
+    for end in ("far0", "far1"):
+        machines.run(f"ip -n {{beta}} link set {end} up")
+    hosts = machines.home("beta") / "hosts"
+    hosts.write_text(hosts.read_text().replace("127.0.1.1 beta", "172.16.0.9 beta"))
+    code, output = two_doctors(machines)
+    assert code == 1, output
+    assert "172.16.0.9 (far0) as its address, which alpha cannot reach" in one_line(output)
+    assert "set GLOO_SOCKET_IFNAME=eth0 on beta" in one_line(output)
+
+
 @pytest.mark.slow
 @needs_two_machines
 def test_a_doctor_measures_a_slow_link(machines: TwoMachines) -> None:
     machines.run("tc -n {beta} qdisc add dev eth0 root tbf rate 8mbit burst 16kb latency 400ms")
-    exports = ["export POISE_SECRET=s", "export GLOO_SOCKET_IFNAME=eth0"]
-    results = typed(
-        machines,
-        {
-            "alpha": [*exports, "poise doctor --listen 10.0.0.1:29500"],
-            "beta": [*exports, "poise doctor 10.0.0.1:29500"],
-        },
-    )
-    code, output = results["beta"]
+    code, output = two_doctors(machines, "export GLOO_SOCKET_IFNAME=eth0")
     assert code == 0, output
     assert "the link is slow: 25 MB of gradients take" in one_line(output)
     (rate,) = re.findall(r"second to first +│ ([\d.]+) MB/s", output)

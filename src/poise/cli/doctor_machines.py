@@ -5,14 +5,16 @@ from dataclasses import dataclass
 
 from poise.cli.doctor_facts import CLOCKS_S
 from poise.core.reachability import (
+    NO_ROUTE,
     OPEN,
     REFUSED,
     SILENT,
     Addresses,
     Sight,
+    interface_of,
     is_loopback,
+    other_interface,
     published,
-    publishing_doubt,
     publishing_problem,
     sight_problem,
 )
@@ -74,7 +76,7 @@ def findings_alone(own: Addresses, sight: Sight, refusal: Finding | None) -> lis
     """
     found = [_problem(sight_problem(own, sight))]
     if not is_here(own, sight):
-        found += [_problem(publishing_problem(own)), _warning(publishing_doubt(own, sight.host))]
+        found += [_problem(publishing_problem(own)), _warning(_other_network(own, sight.host))]
     found.append(refusal)
     if sight.outcome in (REFUSED, SILENT):
         found.append(_warning(_invitation(sight)))
@@ -109,25 +111,42 @@ def bucket_s(link: Link) -> float:
 def _call_findings(own: Machine, other: Machine, call: str) -> Iterator[Finding | None]:
     """Say whether a machine can be called at the address that it gives."""
     given, addresses = published(own.addresses), own.addresses
+    ending = _ENDINGS.get(call, call)
     if problem := publishing_problem(addresses):
         yield _problem(problem)
     elif call == OPEN:
         return
-    elif doubt := publishing_doubt(addresses, other.host):
-        yield _problem(f"{doubt}: {other.host} cannot ({_ENDINGS.get(call, call)})")
+    elif way := other_interface(addresses):
+        yield _problem(
+            f"{own.host} gives the other workers {given} ({interface_of(addresses, given)}) as its "
+            f"address, which {other.host} cannot reach ({ending}); set GLOO_SOCKET_IFNAME={way} on "
+            f"{own.host}, the interface that leads to {other.host}"
+        )
     else:
         yield _problem(
             f"{other.host} cannot connect to {given} on a port that {own.host} opened for it "
-            f"({_ENDINGS.get(call, call)}); gloo listens on any free port, so have the firewall of "
-            f"{own.host} allow all ports from {other.host}"
+            f"({ending}); gloo listens on any free port, so have the firewall of {own.host} allow "
+            f"all ports from {other.host}"
         )
 
 
 _ENDINGS = {
     REFUSED: "it was refused",
     SILENT: "there was no answer",
+    NO_ROUTE: "there is no route",
     STRANGER: "somebody else answered",
 }
+
+
+def _other_network(own: Addresses, toward: str) -> str | None:
+    way, given = other_interface(own), published(own)
+    if way is None:
+        return None
+    return (
+        f"{own.host} gives the other workers {given} ({interface_of(own, given)}) as its address, "
+        f"but reaches {toward} through {way}; if they cannot reach {given}, set "
+        f"GLOO_SOCKET_IFNAME={way} on {own.host}"
+    )
 
 
 def _version_warnings(first: Machine, second: Machine) -> Iterator[str]:

@@ -111,18 +111,18 @@ def publishing_problem(own: Addresses) -> str | None:
     )
 
 
-def publishing_doubt(own: Addresses, toward: str) -> str | None:
-    """Say when a machine gives an address of another interface than the one to the others."""
+def other_interface(own: Addresses) -> str | None:
+    """Return the interface that leads to the others, if the address given to them is another's.
+
+    >>> eth0, eth1 = (Interface(name=f"eth{n}", address=f"10.0.{n}.2") for n in range(2))
+    >>> own = Addresses(host="beta", interfaces=(eth0, eth1), chosen="eth1", source="10.0.0.2")
+    >>> other_interface(own)
+    'eth0'
+    """
     given, way = published(own), interface_of(own, own.source)
-    name = interface_of(own, given)
-    if given is None or is_loopback(given) or way is None or name in (None, way):
+    if given is None or own.source is None or is_loopback(given) or is_loopback(own.source):
         return None
-    if own.source is None or is_loopback(own.source):
-        return None
-    return (
-        f"{own.host} gives the other workers {given} ({name}) as its address, but reaches {toward} "
-        f"through {way}; if they cannot reach {given}, set GLOO_SOCKET_IFNAME={way} on {own.host}"
-    )
+    return way if interface_of(own, given) not in (None, way) else None
 
 
 def sight_problem(own: Addresses, sight: Sight) -> str | None:

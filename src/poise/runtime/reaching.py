@@ -3,6 +3,7 @@
 No answer takes longer than a few seconds: names are looked up in a thread that may be left behind.
 """
 
+import ctypes
 import errno
 import fcntl
 import socket
@@ -126,13 +127,14 @@ def _resolve(host: str) -> tuple[str, ...]:
 
 
 def _version_4() -> tuple[Interface, ...]:
-    """Ask the kernel, which answers with one entry per address."""
-    import ctypes
-
+    """Ask the kernel, which answers with one entry per address; only Linux understands."""
     room = ctypes.create_string_buffer(_ENTRY * _ENTRIES)
     request = struct.pack("iP", len(room), ctypes.addressof(room))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        answer = fcntl.ioctl(any_socket, _SIOCGIFCONF, request)
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFCONF, request)
+        except OSError:
+            return ()
     (length, _) = struct.unpack("iP", answer)
     entries = (room.raw[place : place + _ENTRY] for place in range(0, length, _ENTRY))
     return tuple(
