@@ -183,7 +183,7 @@ def _rate_warning(link: Link) -> str | None:
 def _invitation(sight: Sight) -> str:
     return (
         "versions, clocks and the link were not compared, since no doctor answers there; run "
-        f"`poise doctor --listen {sight.host}:{sight.port}` on that machine first"
+        f"`poise doctor --listen {sight.where}` on that machine first"
     )
 
 

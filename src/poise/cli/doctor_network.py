@@ -51,10 +51,9 @@ def listen(host: str, port: int) -> int:
 def examine(host: str, port: int) -> int:
     """Print what lies between this machine and HOST:PORT; 1 if training would fail."""
     console = Console(highlight=False)
-    where = f"{host}:{port}"
-    with console.status(f"Looking at {where} ..."):
+    with console.status(f"Looking at port {port} of {escape(host)} ..."):
         sight, end = look_at(host, port)
-        found = None if end is None else _visit(end, where)
+        found = None if end is None else _visit(end, sight.where)
     if isinstance(found, Meeting):
         return _print_meeting(console, found)
     source = source_toward(sight.addresses[0]) if sight.addresses else None
@@ -110,7 +109,7 @@ def _print_alone(console: Console, own: Machine, sight: Sight, refusal: Finding 
     for name, value in _facts(own).items():
         table.add_row(name, escape(value))
     console.print(table)
-    table = Table("", f"{sight.host}:{sight.port}", title="The other", title_justify="left")
+    table = Table("", escape(sight.where), title="The other", title_justify="left")
     table.add_row("resolves to", escape(", ".join(sight.addresses) or "nothing"))
     table.add_row("connection", "open" if sight.outcome == OPEN else sight.outcome)
     console.print(table)

@@ -50,6 +50,16 @@ class Sight:
     outcome: str = UNRESOLVED
     """How an attempt to connect ended."""
 
+    @property
+    def where(self) -> str:
+        """Host and port, as they are typed.
+
+        >>> Sight(host="alpha", port=29500).where, Sight(host="fd00::1", port=29500).where
+        ('alpha:29500', '[fd00::1]:29500')
+        """
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
 
 def is_loopback(address: str) -> bool:
     """Whether an address leads every machine to itself.
@@ -131,7 +141,7 @@ def sight_problem(own: Addresses, sight: Sight) -> str | None:
     >>> print(sight_problem(Addresses(host="beta"), Sight(host="alpa", port=29500)))
     alpa cannot be resolved on beta; give worker 0's address instead, or add its name to /etc/hosts
     """
-    here, where = own.host, f"{sight.host}:{sight.port}"
+    here, where = own.host, sight.where
     if sight.outcome == UNRESOLVED:
         return (
             f"{sight.host} cannot be resolved on {here}; give worker 0's address instead, or add "
@@ -186,7 +196,7 @@ def _remote_problem(own: Addresses, error: str) -> str | None:
 
 def _no_longer_there(sight: Sight) -> str:
     return (
-        f"nothing listens at {sight.host}:{sight.port} now: worker 0 has not started, or has "
+        f"nothing listens at {sight.where} now: worker 0 has not started, or has "
         "failed and says why, or the port is another one"
     )
 
