@@ -8,14 +8,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
+from typing import Any
 
 import pytest
 
-from poise.cli.doctor_meeting import Listener, visit
+from poise.cli.doctor_meeting import Listener, this_machine, visit
 from poise.cli.main import main
+from poise.core.plain import to_plain
 from poise.errors import Disagreement
 from poise.lab.processes import free_port
-from poise.runtime.door import knock
+from poise.runtime.channel import Channel
+from poise.runtime.door import Door, knock
 from poise.runtime.reaching import host_and_port, interfaces, look_at, source_toward
 
 LIMIT_S = 60.0
@@ -118,6 +121,46 @@ def test_a_doctor_answers_only_who_knows_the_secret(wrong: bytes | None) -> None
         listener.close()
 
 
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"ask": "gold"},
+        {"ask": "take", "bytes": 10**9},
+        {"ask": "end"},
+        {"ask": "end", "link": {"to_first": 0}},
+        {},
+    ],
+)
+def test_what_a_visitor_may_not_ask_for_ends_its_visit(wish: dict[str, Any]) -> None:
+    listener = Listener("127.0.0.1", 0, None)
+    channel = knock(reached(listener), None, {"doctor": 1})
+    try:
+        channel.tell({"machine": to_plain(this_machine(None))})
+        assert "machine" in channel.hear()
+        channel.tell(wish)
+        assert isinstance(listener.next_visit(), str)
+    finally:
+        channel.close()
+        listener.close()
+
+
+def test_a_doctor_that_answers_otherwise_is_refused() -> None:
+    def meet(channel: Channel, _: None) -> None:
+        channel.hear()
+        channel.tell({"machine": to_plain(this_machine(None))})
+        channel.hear()
+        channel.tell({"time_s": "noon"})
+
+    door = Door("127.0.0.1", 0, None, lambda _: None, meet)
+    try:
+        _, end = look_at(*host_and_port(door.address))
+        assert end is not None
+        with pytest.raises(Disagreement, match="something else than expected"):
+            visit(end, None)
+    finally:
+        door.close(1.0)
+
+
 def test_a_visitor_that_leaves_in_the_middle_is_not_the_last() -> None:
     listener = Listener("127.0.0.1", 0, None)
     try:
@@ -187,6 +230,18 @@ def test_whoever_hangs_up_is_no_doctor(capsys: pytest.CaptureFixture[str]) -> No
         hanging_up.start()
         assert main(["doctor", f"127.0.0.1:{server.getsockname()[1]}"]) == 0
         hanging_up.join()
+    assert "no doctor answers there" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_server_of_poise_is_no_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(text: dict[str, Any]) -> None:
+        raise Disagreement(f"{text} is no worker")
+
+    door = Door("127.0.0.1", 0, None, refuse, lambda channel, _: channel.close())
+    try:
+        assert main(["doctor", door.address]) == 0
+    finally:
+        door.close(1.0)
     assert "no doctor answers there" in " ".join(capsys.readouterr().out.split())
 
 

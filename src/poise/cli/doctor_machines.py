@@ -1,5 +1,6 @@
 """What two machines tell of each other before they train together, and what to change: pure."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -56,6 +57,11 @@ class Link:
     """How the second machine's call to the address that the first gives to gloo ended; None: both
     are one machine, and there was no call."""
     call_second: str | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.latency_s, self.clock_s, self.clock_error_s, self.to_first, self.to_second)
+        if not all(map(math.isfinite, numbers)) or min(self.to_first, self.to_second) <= 0:
+            raise ValueError(f"{numbers} are no measurements of a link")
 
 
 @dataclass(frozen=True)

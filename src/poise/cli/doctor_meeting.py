@@ -39,6 +39,7 @@ _SIZES = tuple(_PIECE * 4**power for power in range(6))
 """Bytes that are sent to measure a rate: ever more, until they take long enough."""
 _LONG_S = 0.2
 _TOKEN_BYTES = 16
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +110,13 @@ def visit(end: socket.socket, secret: bytes | None) -> Meeting:
             call_second=None if one_machine else _be_called(channel, second),
         )
         channel.tell({"ask": "end", "link": to_plain(link)})
-        channel.read(1)  # the other end closes when it has understood
-    except EOFError:
-        return Meeting(first=first, second=second, link=link)
+        with suppress(EOFError):
+            channel.read(1)  # the other end closes when it has understood
+    except (TypeError, ValueError) as error:
+        raise Disagreement(f"it sent something else than expected: {error}") from None
     finally:
         channel.close()
-    raise Disagreement("the doctor there goes on after the end; it is of another version")
+    return Meeting(first=first, second=second, link=link)
 
 
 _PACKAGES = {"NumPy": "numpy", "torch": "torch"}
@@ -223,7 +225,7 @@ def _be_called(channel: Channel, second: Machine) -> str:
 
 def _called(address: str | None, port: int, token: str) -> str:
     """Call the other machine at an address that it gives; return how that ended."""
-    if address is None or port == 0:
+    if address is None or not 0 < port <= _LAST_PORT:
         return "it cannot listen there"
     ended, end = connect(address, port)
     if end is None:
