@@ -270,11 +270,11 @@ def torchrun_options(words: list[str]) -> dict[str, str]:
 
 
 SLURM = {
-    "scontrol": r"printf 'alpha\nbeta\n'",
+    "scontrol": "echo alpha; for node in {1..20000}; do echo beta$node; done",
     "srun": 'shift; exec "$@"',
     "torchrun": r"""printf '%s\n' "$@" """,
 }
-"""What the batch script calls, as far as it matters to it."""
+"""What the batch script calls, as far as it matters to it; nodes are more than a pipe holds."""
 
 
 def test_the_batch_script_of_slurm_states_where_workers_meet(tmp_path: Path) -> None:
