@@ -165,6 +165,12 @@ def test_a_difference_between_machines_is_warned_of(second: Machine, link: Link,
     assert said in text
 
 
+def test_builds_of_torch_may_differ() -> None:
+    first = replace(FIRST, versions={**VERSIONS, "torch": "2.13.0+cu130"})
+    second = replace(SECOND, versions={**VERSIONS, "torch": "2.13.0+cpu"})
+    assert findings_together(first, second, LINK) == []
+
+
 def test_a_clock_is_not_blamed_for_a_slow_answer() -> None:
     slow = replace(LINK, clock_s=1.5, clock_error_s=1.0)
     assert findings_together(FIRST, SECOND, slow) == []

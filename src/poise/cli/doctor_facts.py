@@ -74,6 +74,15 @@ def thread_warning(*, threads: int, cores: int, local_workers: int) -> str | Non
     )
 
 
+def is_same_release(version: str, other: str | None) -> bool:
+    """Whether versions differ in their build at most, as where one machine has a GPU.
+
+    >>> is_same_release("2.13.0+cu130", "2.13.0+cpu"), is_same_release("2.13.0", "2.15.0")
+    (True, False)
+    """
+    return other is not None and version.partition("+")[0] == other.partition("+")[0]
+
+
 def _version_warnings(workers: Sequence[Facts]) -> list[str]:
     first = workers[0]
     return [
@@ -81,7 +90,7 @@ def _version_warnings(workers: Sequence[Facts]) -> list[str]:
         f"{first.versions.get(name)}; install the same versions everywhere"
         for facts in workers
         for name, version in facts.versions.items()
-        if version != first.versions.get(name)
+        if not is_same_release(version, first.versions.get(name))
     ]
 
 

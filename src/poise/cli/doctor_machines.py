@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from poise.cli.doctor_facts import CLOCKS_S
+from poise.cli.doctor_facts import CLOCKS_S, is_same_release
 from poise.core.reachability import (
     NO_ROUTE,
     OPEN,
@@ -158,7 +158,7 @@ def _other_network(own: Addresses, toward: str) -> str | None:
 def _version_warnings(first: Machine, second: Machine) -> Iterator[str]:
     for name, version in second.versions.items():
         known = first.versions.get(name)
-        if version != known:
+        if not is_same_release(version, known):
             yield (
                 f"{name} is {version} on {second.host} and {known} on {first.host}; install the "
                 "same version on both"
