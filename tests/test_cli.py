@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
+from dataclasses import replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -232,6 +233,14 @@ def test_doctor_refuses_a_script_that_never_prepares(
     said = capsys.readouterr()
     assert said.out == "['--lr', '1']\n"
     assert "without calling Balancer.prepare" in said.err
+
+
+def test_clocks_that_differ_between_workers_are_warned_of() -> None:
+    here = [replace(facts(worker), time_s=1000.0 + 0.9 * worker) for worker in range(2)]
+    assert advice(here) == advice([facts(0), facts(1)])
+    far = [here[0], replace(here[1], time_s=980.0)]
+    (text,) = set(advice(far)) - set(advice(here))
+    assert text.startswith("worker 1: its clock is 20.0 s behind that of worker 0")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Every command that README and docs print is run, or listed with the reason why it is not."""
+"""Every command that README and docs print is run, or listed with the reason why it is not.
+
+Those with a machine's name before the prompt are run in tests/test_two_machines.py.
+"""
 
 import os
 import re
@@ -107,6 +110,7 @@ def commands_in(language: str, text: str) -> Iterator[str]:
 
 BLOCKS = [block for path in PAGES for block in blocks_of(path)]
 RUN = [block for block in BLOCKS if not set(block.commands) <= set(NOT_RUN)]
+"""A block of commands on two machines has none in this sense."""
 
 
 def python_of(page: str) -> list[str]:
@@ -216,20 +220,13 @@ def test_what_a_page_prints_can_be_typed(block: Block, tmp_path: Path) -> None:
         pytest.skip("slow links need root and iproute2")
     stage(block, tmp_path)
     for command in block.commands:
-        if command in NOT_RUN or command.startswith("POISE_SERVER="):
-            continue  # the latter is what the server of the same block told its workers
+        if command in NOT_RUN:
+            continue
         special = runner_of(command)
         if special is None:
             run(command, tmp_path, block.code_of(command))
         else:
             special(command, tmp_path)
-
-
-def test_workers_join_as_a_page_says() -> None:
-    """What is printed for workers belongs to a server in the same block."""
-    joining = [each for each in BLOCKS if any("POISE_SERVER=" in c for c in each.commands)]
-    assert joining
-    assert all(each.commands[0].startswith("poise serve") for each in joining)
 
 
 def test_only_printed_commands_are_listed() -> None:

@@ -181,10 +181,10 @@ def test_training_goes_on_if_nobody_reads_the_table() -> None:
 
 
 def test_the_invitation_names_an_address_that_workers_can_reach() -> None:
-    everywhere = invitation("0.0.0.0:29400", ["my train.py"])
-    assert f"POISE_SERVER={socket.gethostname()}:29400 python 'my train.py'" in everywhere
+    everywhere = invitation("0.0.0.0:29600", ["my train.py"])
+    assert f"POISE_SERVER={socket.gethostname()}:29600 python 'my train.py'" in everywhere
     assert "POISE_SECRET" in everywhere
-    assert "POISE_SECRET" not in invitation("127.0.0.1:29400", ["train.py"])
+    assert "POISE_SECRET" not in invitation("127.0.0.1:29600", ["train.py"])
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,11 @@ def openmp_threads() -> int | None:
     return int(stated) if stated.isdigit() else None
 
 
+def gloo_interface() -> str | None:
+    """Return the interface whose address gloo gives to other workers, or None."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or None
+
+
 def server_address() -> str | None:
     """Return host and port of the server that this process is to join, or None."""
     return os.environ.get("POISE_SERVER") or None

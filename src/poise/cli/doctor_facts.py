@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+CLOCKS_S = 1.0
+"""How far clocks may be apart before a doctor says so."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -24,6 +27,8 @@ class Facts:
     """How many steps its loader runs ahead, if a script was given."""
     warnings: tuple[str, ...] = ()
     """What the script was warned of."""
+    time_s: float | None = None
+    """What its clock said when an all-reduce was over, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def advice(workers: Sequence[Facts]) -> list[str]:
         for text in [*([threads] if threads else []), *facts.warnings]:
             found.setdefault(text, []).append(facts.worker)
     warnings = [f"{_names(numbers)}: {text}" for text, numbers in found.items()]
-    return warnings + _version_warnings(workers)
+    return warnings + _version_warnings(workers) + _clock_warnings(workers)
 
 
 def thread_warning(*, threads: int, cores: int, local_workers: int) -> str | None:
@@ -69,6 +74,15 @@ def thread_warning(*, threads: int, cores: int, local_workers: int) -> str | Non
     )
 
 
+def is_same_release(version: str, other: str | None) -> bool:
+    """Whether versions differ in their build at most, as where one machine has a GPU.
+
+    >>> is_same_release("2.13.0+cu130", "2.13.0+cpu"), is_same_release("2.13.0", "2.15.0")
+    (True, False)
+    """
+    return other is not None and version.partition("+")[0] == other.partition("+")[0]
+
+
 def _version_warnings(workers: Sequence[Facts]) -> list[str]:
     first = workers[0]
     return [
@@ -76,7 +90,19 @@ def _version_warnings(workers: Sequence[Facts]) -> list[str]:
         f"{first.versions.get(name)}; install the same versions everywhere"
         for facts in workers
         for name, version in facts.versions.items()
-        if version != first.versions.get(name)
+        if not is_same_release(version, first.versions.get(name))
+    ]
+
+
+def _clock_warnings(workers: Sequence[Facts]) -> list[str]:
+    first_s = workers[0].time_s
+    return [
+        f"{_names([facts.worker])}: its clock is {abs(facts.time_s - first_s):.1f} s "
+        f"{'ahead of' if facts.time_s > first_s else 'behind'} that of worker 0; set both by NTP "
+        "(timedatectl set-ntp true)"
+        for facts in workers
+        if facts.time_s is not None and first_s is not None
+        if abs(facts.time_s - first_s) > CLOCKS_S
     ]
 
 

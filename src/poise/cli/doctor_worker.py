@@ -88,6 +88,7 @@ def examine(
     group = peers.generation.gradients
     repeats = _REPEATS if peers.generation.workers > 1 else {}
     timings = {size: _all_reduce_s(group, device, size, repeats[size]) for size in repeats}
+    time_s = time.time()  # all are here at the same moment, since the last all-reduce is over
     own = Facts(
         worker=peers.generation.worker,
         host=socket.gethostname(),
@@ -104,6 +105,7 @@ def examine(
         accelerators=_accelerators(),
         lead=lead,
         warnings=tuple(warned),
+        time_s=time_s,
     )
     texts = peers.control.texts(to_json(own), "doctor")
     if peers.generation.worker != 0:

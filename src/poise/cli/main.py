@@ -13,7 +13,7 @@ from poise.errors import PoiseError
 COMMANDS = {
     "calibrate": "Write a scenario of a cluster from the record of a training that ran on it.",
     "demo": "Train on three workers of unequal speed, first plainly and then with Poise.",
-    "doctor": "Report versions, devices, threads and the speed of the all-reduce.",
+    "doctor": "Report what workers run on: versions, devices, threads, links between machines.",
     "lab": "Run a training script on real workers of this machine that are unequal on purpose.",
     "plan": "Split a global batch over machines that are only described, before any is used.",
     "serve": "Run a training script as the server of workers that need not wait for each other.",

@@ -16,8 +16,12 @@ from poise.runtime.events import Prepared
 from poise.runtime.instruments import Instrument, instrumented
 from poise.script import check_script, run, show_error
 
-PORT = 29400
-"""Where a server listens unless told otherwise."""
+PORT = 29600
+"""Where a server listens unless told otherwise.
+
+Not 29400 or 29500, which torchrun takes on the same machines, and below 32768, from where on Linux
+gives ports to whoever connects.
+"""
 
 _LAST_PORT = 65535
 _SAVE_EVERY_S = 60.0
@@ -47,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=whole("a port", 0, _LAST_PORT),
         default=PORT,
         metavar="P",
-        help="port to listen on, 0 for any that is free (default 29400)",
+        help=f"port to listen on, 0 for any that is free (default {PORT})",
     )
     parser.add_argument(
         "--workers",
@@ -148,8 +152,8 @@ def serve(
 def invitation(address: str, script: Sequence[str]) -> str:
     """Say where the server is, and how a worker joins.
 
-    >>> invitation("127.0.0.1:29400", ["a.py"])
-    'serving at 127.0.0.1:29400; workers join with POISE_SERVER=127.0.0.1:29400 python a.py'
+    >>> invitation("127.0.0.1:29600", ["a.py"])
+    'serving at 127.0.0.1:29600; workers join with POISE_SERVER=127.0.0.1:29600 python a.py'
     """
     host, _, port = address.rpartition(":")
     reached = f"{socket.gethostname()}:{port}" if host in _EVERYWHERE else address

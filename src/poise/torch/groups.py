@@ -13,6 +13,7 @@ from poise.environment import Launch, agent_hosts_store, launched_as
 from poise.errors import WorkerLost
 from poise.runtime.generation import Generation
 from poise.torch.gloo import GlooCollectives, StoreRendezvous
+from poise.torch.meeting import advice_on_meeting
 from poise.torch.sockets import Sockets
 
 
@@ -129,7 +130,7 @@ def _init_world(timeout: timedelta | None) -> None:
     except RuntimeError as error:
         raise WorkerLost(
             f"worker {worker} could not meet all {workers} workers: "
-            f"{str(error).splitlines()[0]}; look for one that failed before its Balancer"
+            f"{str(error).splitlines()[0]}; {advice_on_meeting(launch, str(error))}"
         ) from error
 
 
