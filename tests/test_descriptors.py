@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -242,15 +243,6 @@ if __name__ == "__main__":
 """
 
 
-def _joined(server: "subprocess.Popen[str]") -> None:
-    """Read what a server says until it has shown a table with a second worker."""
-    assert server.stderr is not None
-    for line in server.stderr:
-        if line.startswith("2 "):
-            return
-    raise AssertionError("the server has ended")
-
-
 @pytest.mark.slow
 def test_training_goes_on_while_a_server_is_out_of_descriptors(tmp_path: Path) -> None:
     """Newcomers hear why they cannot join, saves wait, and both work when it is over."""
@@ -260,7 +252,7 @@ def test_training_goes_on_while_a_server_is_out_of_descriptors(tmp_path: Path) -
     with serving(str(script), str(here), *options) as (server, address):
         place = {"POISE_SERVER": address}
         with running(str(script), str(here), **place) as first:
-            wait_for(save.exists)
+            wait_for(lambda: save.exists() and (here / "run.jsonl").read_text().count("\n") > 3)
             (here / "left").write_text("8")  # enough to be heard, and too few for a pair
             wait_for((here / "is left").exists)
             with running(str(script), str(here), **place) as second:
@@ -270,12 +262,12 @@ def test_training_goes_on_while_a_server_is_out_of_descriptors(tmp_path: Path) -
             before_s = save.stat().st_mtime
             with running(str(script), str(here), **place) as third:
                 _, told = third.communicate(timeout=LIMIT_S)
-            assert "cannot take another worker now: Too many open files" in told
+            assert re.search("cannot take another worker(?: now)?: Too many open files", told)
             assert save.stat().st_mtime <= before_s + 1.0
             assert not save.with_name("saved.pt.new").exists()
             (here / "left").unlink()
             with running(str(script), str(here), **place) as fourth:
-                _joined(server)
+                wait_for(lambda: '"workers":[1,2]' in (here / "run.jsonl").read_text())
                 wait_for(lambda: save.stat().st_mtime > before_s + 1.0)
                 (here / "done").write_text("")
                 told_all = [each.communicate(timeout=LIMIT_S) for each in (server, first, fourth)]
