@@ -96,7 +96,7 @@ class Server(ServedTraining):
         saves = Saves(self._course, given, serving.save)
         recorder = None
         if settings.record is not None:
-            recorder = Recorder(settings.record, decides, mode=str(self.mode))
+            recorder = Recorder(settings.record, decides, mode=str(self.mode), series=True)
         desk = Desk(self._course, given, recorder, events)
         self._served = ServedEpoch(desk, saves, serving)
         self._admission.open(desk)
