@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from tests.machine import SmallDisk, needs_mounts, small_disk
 from tests.training import Recipe, train_balanced
 
 STEPS = 60
-Doing = dict[int, Callable[[], object]]
+Doing = Mapping[int, Callable[[], object]]
 """What happens before a step."""
 
 

@@ -71,11 +71,11 @@ def _begins_as_record(path: Path) -> bool:
 
 def _numbers(path: Path) -> list[int]:
     """Return the numbers of the records of a series that exist."""
-    name = re.compile(rf"{re.escape(path.stem)}(?:\.(\d+))?{re.escape(path.suffix)}")
+    stem, suffix = re.escape(path.stem), re.escape(path.suffix)
+    name = re.compile(rf"{stem}(?:\.([2-9]|[1-9]\d{{1,3}}))?{suffix}")  # run.20261118.jsonl is not
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:  # it is said when the file cannot be made
         return []
     found = [match for each in names if (match := name.fullmatch(each)) is not None]
-    numbers = [1 if match[1] is None else int(match[1]) for match in found]
-    return [number for number in numbers if numbered(path, number).name in names]
+    return [1 if match[1] is None else int(match[1]) for match in found]
