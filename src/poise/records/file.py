@@ -164,7 +164,8 @@ def _created(path: Path, held_bytes: int, *, series: bool) -> LineFile:
     if series:
         check_series(path)
     try:
-        making = partial(create_next if series else create, path)
+        # Absolute, since it may be made later, when the script has changed its directory.
+        making = partial(create_next if series else create, path.absolute())
         return LineFile(making, path, most_bytes=held_bytes)
     except FileExistsError:
         raise InvalidSetting(
