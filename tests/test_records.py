@@ -1,6 +1,7 @@
 """Records: what was observed and decided, written, read and replayed."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,8 +245,12 @@ def refused_record(path: str) -> str:
     return str(found.value)
 
 
-def test_a_record_that_exists_stops_the_training_before_it_starts(tmp_path: Path) -> None:
+def test_what_exists_and_is_no_record_stops_the_training_before_it_starts(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("mine")
-    assert "records are not overwritten" in refused_record(str(path))
+    assert "exists and is no record; choose another name" in refused_record(str(path))
     assert path.read_text() == "mine"
+    assert "is a directory" in refused_record(str(tmp_path))
+    assert "exists and is no record" in refused_record("/dev/full")
+    assert "cannot be written" in refused_record(str(tmp_path / "no" / "run.jsonl"))
+    assert os.listdir(tmp_path) == ["run.jsonl"]

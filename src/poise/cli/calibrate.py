@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from poise.errors import InvalidSetting
-from poise.records import read_record
+from poise.records import Series, read_series
 from poise.sim.calibration import Calibration, calibrated
 from poise.sim.calibration_text import scenario_text
 
@@ -20,7 +20,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "how well they predict is tried on steps that were held out. The scenario is one for "
         "poise simulate: ask there what one more worker or a faster network would bring."
     )
-    parser.add_argument("run", metavar="RUN", help='a record: Balancer(record="run.jsonl")')
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help='a record: Balancer(record="run.jsonl"); those of restarts (run.2.jsonl ...) are '
+        "read with it",
+    )
     parser.add_argument(
         "--out", metavar="FILE", help="write the scenario there (default: print it)"
     )
@@ -32,16 +37,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def calibrate(run: str, out: str | None, *, as_json: bool) -> int:
     """Write a scenario file, or print it; return the exit code."""
-    found = calibrated(read_record(run))
+    series = read_series(run)
+    found = calibrated(*series)
     text = scenario_text(found, Path(run).name)
     if out is not None:
         _write(Path(out), text)
     if as_json:
-        print(json.dumps({**_plain(found), "scenario": text}, indent=2, allow_nan=False))
+        print(json.dumps({**_plain(found, series), "scenario": text}, indent=2, allow_nan=False))
         return 0
     if out is None:
         sys.stdout.write(text)
-    for sentence in _sentences(found):
+    for sentence in _sentences(found, series):
         print(sentence, file=sys.stderr if out is None else sys.stdout)
     if out is not None:
         print(f"written: {out}; try: poise simulate {out} --more worker-0")
@@ -60,7 +66,9 @@ def _write(path: Path, text: str) -> None:
         raise InvalidSetting(f"--out {path} cannot be written: {error.strerror}") from None
 
 
-def _sentences(found: Calibration) -> Iterator[str]:
+def _sentences(found: Calibration, series: Series) -> Iterator[str]:
+    if len(series) > 1:
+        yield f"read: {', '.join(path.name for path in series.paths)}"
     measured, predicted = found.measured_s * 1e3, found.predicted_s * 1e3
     yield f"{found.model.workers} workers, {found.steps:,} measured steps, {found.splits:,} splits"
     yield f"steps of the last split took {measured:.1f} ms on average, {predicted:.1f} ms predicted"
@@ -74,8 +82,9 @@ def _sentences(found: Calibration) -> Iterator[str]:
     yield from (f"note: {each}" for each in found.guessed)
 
 
-def _plain(found: Calibration) -> dict[str, object]:
+def _plain(found: Calibration, series: Series) -> dict[str, object]:
     return {
+        "records": [str(path) for path in series.paths],
         "workers": found.model.workers,
         "steps": found.steps,
         "splits": found.splits,

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -79,14 +80,14 @@ class ServeBoard:
         last = self._last
         if last is not None and self._printed != (last.workers, last.epoch, last.gone):
             self._printed = last.workers, last.epoch, last.gone
-            self._write(as_text(picture(last, self._first)))
+            with suppress(OSError):  # rich reads files of its own at the first table
+                self._write(as_text(picture(last, self._first)))
 
     def _write(self, text: str) -> None:
-        try:
+        # Training goes on if nobody reads it any more, or the disk is full.
+        with suppress(OSError):
             self._file.write(text)
             self._file.flush()
-        except BrokenPipeError:
-            pass  # nobody reads it any more, and training goes on
 
 
 def picture(service: Service, first: Service | None = None) -> Table:

@@ -3,6 +3,7 @@
 import json
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -114,7 +115,8 @@ class _Report:
         """Print a table, unless JSON is asked for."""
         self._shown = findings
         if not self._as_json:
-            _print(self._console, findings)
+            with suppress(OSError):  # stderr is on a full disk; the training goes on
+                _print(self._console, findings)
 
     def end(self, monitor: "Monitor") -> None:
         """Print what is known when the script is over."""

@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 from typing import Self
@@ -102,6 +103,8 @@ class Lab:
         for member in self._crew.everybody():
             member.close(_REAP_S)
         self._output.finish()
+        if self._output.lost:
+            self._say(f"{self._output.lost} lines of the workers could not be written")
         for member in self._crew.everybody():
             for pipe in (member.process.stdout, member.process.stderr):
                 if pipe is not None and not self._output.copies(pipe):
@@ -241,5 +244,6 @@ class Lab:
 
 
 def _to_stderr(text: str) -> None:
-    sys.stderr.write(f"poise lab: {text}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # on a full disk; the workers go on
+        sys.stderr.write(f"poise lab: {text}\n")
+        sys.stderr.flush()

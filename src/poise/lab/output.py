@@ -16,6 +16,8 @@ class Output:
         self._copies: list[tuple[Thread, IO[str]]] = []
         self.broken = False
         """Whether nobody reads our own output any more."""
+        self.lost = 0
+        """Lines that could not be written."""
 
     def pass_on(self, name: int | str, lines: IO[str], *, errors: bool = False) -> None:
         """Copy lines until they end, in a thread of its own."""
@@ -45,3 +47,5 @@ class Output:
                     stream.flush()
             except BrokenPipeError:
                 self.broken = True
+            except OSError:  # a full disk; a worker whose lines nobody takes would wait for ever
+                self.lost += 1

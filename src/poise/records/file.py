@@ -1,10 +1,12 @@
 """Records on disk: one JSON object per line, readable while they grow."""
 
 import json
+import logging
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from poise.core.observation import Change, Event
 from poise.core.plain import from_plain, to_plain
@@ -13,9 +15,13 @@ from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
 from poise.engine.round import Round
 from poise.errors import InvalidSetting, StateMismatch
-from poise.records.rows import FORMAT, VERSION, Decided, Header, Record, Row, Served
+from poise.records.lines import MOST_BYTES, LineFile
+from poise.records.names import check_series, create, create_next
+from poise.records.rows import FORMAT, VERSION, Decided, Header, Lost, Record, Row, Served
 
 Line = TypeVar("Line", Header, Row)
+_ROW = '{"start_step":'
+_log = logging.getLogger("poise")
 
 
 class Recorder:
@@ -24,6 +30,9 @@ class Recorder:
     A file that exists is never overwritten. Fields that nobody measured are left out, so that
     rows are as short as what is known. Of very large simulations a record holds only some rows:
     each one with a decision, and of so many others one. It cannot be replayed.
+
+    A disk that is full or fails later ends no training: rows wait in memory until they can be
+    written. Those that are too many are lost, and a row in their place says so.
     """
 
     def __init__(
@@ -33,11 +42,34 @@ class Recorder:
         *,
         mode: str | None = None,
         thinned: int = 1,
+        series: bool = False,
+        held_bytes: int = MOST_BYTES,
     ) -> None:
-        self._file = _created(Path(path))
+        """Begin a record.
+
+        Args:
+            path: the file to make.
+            engine: what decides, as it is at the start.
+            mode: of a training with a server; None: all workers take every step together.
+            thinned: of so many rows without a decision one is written.
+            series: whether to write the next record of a series if the file exists.
+            held_bytes: of rows that wait in memory at most, while they cannot be written.
+        """
+        self._file = _created(Path(path), held_bytes, series=series)
         self._thinned = thinned
         self._calls = 0
-        self._write(Header.of(engine, mode, thinned))
+        self._lost: Lost | None = None
+        """Rows that are missing after the last one that was kept,"""
+        self._all_lost = Lost(0)
+        """all that are missing so far,"""
+        self._why = ""
+        """and why."""
+        self._file.write([_line(Header.of(engine, mode, thinned))])
+
+    @property
+    def path(self) -> Path:
+        """Where the record is written."""
+        return self._file.path
 
     def write(self, events: Sequence[Event], start_step: int, plan: Plan | None) -> None:
         """Add what happened, and the plan that was made on all of it."""
@@ -46,9 +78,10 @@ class Recorder:
         if self._thinned > 1:
             events = events[-1:]
         *before, last = events
-        for event in before:
-            self._write(Row(start_step, **_told(event), more=True))
-        self._write(Row(start_step, **_told(last), decision=Decided.of(plan)))
+        self._write(
+            *(Row(start_step, **_told(event), more=True) for event in before),
+            Row(start_step, **_told(last), decision=Decided.of(plan)),
+        )
 
     def write_round(self, decided: Round, engine: AsyncEngine, busy_s: float) -> None:
         """Add a round of a training with a server, and what the server has done so far."""
@@ -70,8 +103,16 @@ class Recorder:
         self._write(Row(start_step, change=change, loaded=loaded, decision=decision))
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
-        self._file.close()
+        """Close the file, and warn of rows that are missing; a second time does nothing."""
+        if self._lost is not None:
+            self._write()
+        for line in self._file.close():
+            row = _read(Row, self.path, 0, line) if line.startswith(_ROW) else None
+            if row is not None and row.lost is None:
+                self._all_lost = self._all_lost.and_row(row)
+        if self._all_lost.rows:
+            _log.warning("%s lacks %s: %s", self.path, self._all_lost, self._file.why or self._why)
+        self._all_lost = Lost(0)
 
     def __enter__(self) -> "Recorder":
         return self
@@ -84,10 +125,19 @@ class Recorder:
         self._calls += 1
         return plan is None and (self._calls - 1) % self._thinned > 0
 
-    def _write(self, line: Header | Row) -> None:
-        shown = _without_none(to_plain(line))
-        self._file.write(json.dumps(shown, allow_nan=False, separators=(",", ":")) + "\n")
-        self._file.flush()
+    def _write(self, *rows: Row) -> None:
+        """Add rows, after one that says what is missing before them, if anything is."""
+        lines = [_line(row) for row in rows]
+        if self._lost is not None:
+            step = rows[0].start_step if rows else self._lost.last_step or 0
+            lines.insert(0, _line(Row(step, lost=self._lost)))
+        if self._file.write(lines):
+            self._lost = None
+            return
+        self._why = self._file.why
+        for row in rows:
+            self._lost = (self._lost or Lost(0)).and_row(row)
+            self._all_lost = self._all_lost.and_row(row)
 
 
 def read_record(path: str | PathLike[str]) -> Record:
@@ -110,9 +160,13 @@ def _told(event: Event) -> dict[str, Any]:
     return {"change" if isinstance(event, Change) else "observation": event}
 
 
-def _created(path: Path) -> TextIO:
+def _created(path: Path, held_bytes: int, *, series: bool) -> LineFile:
+    if series:
+        check_series(path)
     try:
-        return path.open("x", encoding="utf-8")
+        # Absolute, since it may be made later, when the script has changed its directory.
+        making = partial(create_next if series else create, path.absolute())
+        return LineFile(making, path, most_bytes=held_bytes)
     except FileExistsError:
         raise InvalidSetting(
             f"record={str(path)!r} exists, and records are not overwritten; choose another name "
@@ -120,6 +174,11 @@ def _created(path: Path) -> TextIO:
         ) from None
     except OSError as error:
         raise InvalidSetting(f"record={str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def _line(line: Header | Row) -> str:
+    shown = _without_none(to_plain(line))
+    return json.dumps(shown, allow_nan=False, separators=(",", ":"))
 
 
 def _read(kind: type[Line], path: Path, number: int, line: str) -> Line:

@@ -52,6 +52,12 @@ def replay(record: Record, policy: Policy | None = None) -> Difference | None:
     _, engine = record.header.engine(policy).start()
     together: list[Event] = []
     for number, row in enumerate(record.rows):
+        if row.lost is not None:
+            raise InvalidSetting(
+                f"{row.lost} are missing in the record before row {number + 1}, since they could "
+                "not be written; the rows before are decided as recorded, and what follows cannot "
+                "be decided again; replay(record.before_loss) leaves it out"
+            )
         event = row.observation or row.change
         if row.loaded is not None:
             engine = engine.load_state_dict(json.loads(row.loaded))

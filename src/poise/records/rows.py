@@ -1,7 +1,8 @@
 """What a record consists of: a header, then one row per step, in arrays over workers."""
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poise.core.observation import Change, Observation
 from poise.core.plan import Plan
@@ -91,6 +92,32 @@ class Served:
 
 
 @dataclass(frozen=True, eq=False)
+class Lost:
+    """Rows that could not be written, nor kept until they could."""
+
+    rows: int
+    first_step: int | None = None
+    """The first and the last step that they told of; None: of changes only."""
+    last_step: int | None = None
+    change: Change | None = None
+    """The last change of workers or of the global batch among them."""
+
+    def and_row(self, row: "Row") -> "Lost":
+        """Return what is lost with one more row."""
+        step = self.last_step if row.observation is None else row.observation.step
+        first = step if self.first_step is None else self.first_step
+        return Lost(self.rows + 1, first, step, row.change or self.change)
+
+    def __str__(self) -> str:
+        rows = "1 row" if self.rows == 1 else f"{self.rows:,} rows"
+        if self.first_step is None:
+            return rows
+        if self.first_step == self.last_step:
+            return f"{rows} (step {self.first_step})"
+        return f"{rows} (steps {self.first_step} to {self.last_step})"
+
+
+@dataclass(frozen=True, eq=False)
 class Row:
     """What happened, and what was decided on it: an observation or a change."""
 
@@ -106,6 +133,8 @@ class Row:
     """With a server: what it has done so far."""
     more: bool | None = None
     """Whether the next row was known too when the decision was made, which then stands there."""
+    lost: Lost | None = None
+    """Instead of an event: rows that are missing here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,3 +145,14 @@ class Record:
     rows: tuple[Row, ...]
     complete: bool
     """False if the last line was cut off, as when the process was killed."""
+
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """What is missing in the middle, as after a full disk."""
+        return tuple(row.lost for row in self.rows if row.lost is not None)
+
+    @property
+    def before_loss(self) -> "Record":
+        """The record up to the first row that is missing; it can be replayed."""
+        known = itertools.takewhile(lambda row: row.lost is None, self.rows)
+        return replace(self, rows=tuple(known), complete=self.complete and not self.lost)

@@ -5,8 +5,10 @@ Off loopback a secret is needed. Whoever sends something else is hung up on, and
 disturbed. What follows is not encrypted.
 """
 
+import errno
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -17,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from poise.errors import Disagreement, InvalidSetting, ServerLost
 from poise.runtime.channel import GONE, Channel, keep_from_children
+from poise.runtime.descriptors import OUT_OF_DESCRIPTORS, Reserve, why_full
 
 MAGIC = b"poise-1\n"
 _SHORT = 4096
@@ -24,6 +27,13 @@ _SHORT = 4096
 _PATIENCE_S = 10.0
 _STRANGERS = 64
 """Connections at a time that have not yet shown who they are."""
+_AGAIN_S = 0.1
+"""How long a door that cannot let anybody in waits until it tries again."""
+_HEAR_OUT_S = 0.5
+"""How long someone who cannot be let in may take to say its first words."""
+_BROKEN = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
+"""What accepting raises on a socket that listens no more."""
+_log = logging.getLogger("poise")
 
 About = TypeVar("About")
 """What a newcomer says of itself."""
@@ -58,6 +68,8 @@ class Door(Generic[About]):
         self._strangers = threading.BoundedSemaphore(_STRANGERS)
         self._threads: list[threading.Thread] = []
         self._channels: set[Channel] = set()
+        self._closing = threading.Event()
+        self._reserve = Reserve()
         self._thread = threading.Thread(target=self._accept, name="poise-door", daemon=True)
         self._thread.start()
 
@@ -69,27 +81,78 @@ class Door(Generic[About]):
 
     def close(self, patience_s: float) -> None:
         """Let nobody in any more, hear nothing more, and let what is under way come to an end."""
+        self._closing.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join()
+        self._reserve.give()
         for channel in list(self._channels):
             channel.hang_up()
         for thread in self._threads:
             thread.join(patience_s)
 
     def _accept(self) -> None:
-        while True:
+        """Accept connections until the door is closed.
+
+        A shortage, such as of descriptors, passes. Whoever comes meanwhile is told of it, on the
+        descriptor that is held in reserve.
+        """
+        said = False
+        while not self._closing.is_set():
             try:
                 end, _ = self._listener.accept()
-            except OSError:  # the server ends
-                return
-            if not self._strangers.acquire(blocking=False):
-                end.close()
-                continue
-            thread = threading.Thread(target=self._let_in, args=(end,), daemon=True)
-            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+                self._receive(end)
+            except (OSError, RuntimeError) as error:
+                if self._closing.is_set():
+                    return
+                if isinstance(error, OSError) and error.errno in _BROKEN:
+                    _log.error("nobody can join any more: %s", error)
+                    return
+                if not said:
+                    said = True
+                    _log.warning("nobody can join at the moment: %s; training goes on", error)
+                if not self._turn_away(error):
+                    self._closing.wait(_AGAIN_S)
+            else:
+                self._reserve.take()
+                if said:
+                    said = False
+                    _log.info("workers can join again")
+
+    def _receive(self, end: socket.socket) -> None:
+        """Hear a newcomer in a thread of its own, or raise."""
+        if not self._strangers.acquire(blocking=False):
+            end.close()
+            return
+        thread = threading.Thread(target=self._let_in, args=(end,), daemon=True)
+        try:
             thread.start()
+        except RuntimeError:  # there are too many threads
+            self._strangers.release()
+            end.close()
+            raise
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+
+    def _turn_away(self, error: OSError | RuntimeError) -> bool:
+        """Tell one newcomer why it cannot come in now; False: nobody could be told."""
+        if not isinstance(error, OSError) or error.errno not in OUT_OF_DESCRIPTORS:
+            return False
+        if not self._reserve.give():
+            self._reserve.take()
+            return False
+        try:
+            self._listener.settimeout(0.0)  # without a descriptor, accepting waits for nobody
+            end, _ = self._listener.accept()
+        except OSError:
+            return False
+        else:
+            _hear_out(end, {"busy": why_full(error)})
+            return True
+        finally:
+            with suppress(OSError):  # it may be closed meanwhile
+                self._listener.settimeout(None)
+            self._reserve.take()
 
     def _let_in(self, end: socket.socket) -> None:
         try:
@@ -157,10 +220,19 @@ def knock(end: socket.socket, secret: bytes | None, about: Mapping[str, Any]) ->
     except GONE as error:
         channel.close()
         raise ServerLost(f"whoever listens there is no server of Poise: {error}") from error
-    except Disagreement:
+    except (Disagreement, ServerLost):
         channel.close()
         raise
     return channel
+
+
+def _hear_out(end: socket.socket, answer: Text) -> None:
+    """Answer someone who cannot be let in, and hang up."""
+    with end, suppress(OSError):
+        end.settimeout(_HEAR_OUT_S)
+        Channel(end).tell(answer)
+        end.shutdown(socket.SHUT_WR)
+        end.recv(len(MAGIC))  # what is not read would take the answer back
 
 
 def _is_proven(channel: Channel, secret: bytes | None) -> bool:
@@ -180,6 +252,8 @@ def _is_proven(channel: Channel, secret: bytes | None) -> bool:
 def _prove(channel: Channel, secret: bytes | None) -> None:
     """Prove to a server that this worker knows the secret, and raise unless it knows it, too."""
     asked = channel.hear(_SHORT)
+    if "busy" in asked:
+        raise ServerLost(f"the server cannot take another worker now: {asked['busy']}")
     if asked.get("secret") and secret is None:
         raise Disagreement("the server wants a secret; set POISE_SECRET as it is set there")
     if secret is not None and not asked.get("secret"):

@@ -11,7 +11,7 @@ class Recording:
     """Writes a record, from the first decision to the end."""
 
     def __init__(self, path: str | PathLike[str], engine: Engine) -> None:
-        self._recorder = Recorder(path, engine)
+        self._recorder = Recorder(path, engine, series=True)
 
     def listen(self, events: Events) -> None:
         """Hear of decisions."""

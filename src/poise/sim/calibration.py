@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from poise.core.fit import Fit
 from poise.core.limits import Limits
 from poise.core.memory import MemoryLine
-from poise.core.observation import Observation
+from poise.core.observation import Change, Observation
 from poise.core.plan import Forecast
 from poise.core.split import Split
 from poise.core.timing import Floats, SpeedModel
@@ -24,7 +24,7 @@ from poise.errors import InvalidSetting
 from poise.policy import Bounds
 from poise.policy.bounds import NO_BOUNDS
 from poise.policy.naming import policy_of
-from poise.records import Record
+from poise.records import Record, Row
 from poise.sim.scenario import Noise
 
 _WHO = "a calibration"
@@ -75,10 +75,15 @@ class Calibration:
     """Of the local batches, as the training stated them."""
 
 
-def calibrated(record: Record) -> Calibration:
-    """Return what a record says, or raise if it says too little."""
+def calibrated(*records: Record) -> Calibration:
+    """Return what a record says, or those of a training that was restarted; raise for too little.
+
+    Of several, what the last one says of workers, bounds and mode holds; steps of those before
+    count as long as the workers are as many.
+    """
+    record = records[-1]
     workers, global_batch = _last_group(record)
-    seen: Sequence[Observation] = _observations(record)
+    seen: Sequence[Observation] = _observations(records)
     if len(seen) < _FEWEST:
         silent = _silent(record, workers)
         why = f"worker {silent} never measured any" if silent is not None else "train for longer"
@@ -109,17 +114,22 @@ def calibrated(record: Record) -> Calibration:
         memory=memory,
         memory_limit=limit,
         update_s=_update_s(record),
-        guessed=(*left, *_guessed(seen, same, served=served)),
+        guessed=(*left, *_missing(records), *_guessed(seen, same, served=served)),
         bounds=_bounds(record, batches),
     )
 
 
 def _last_group(record: Record) -> tuple[int, int]:
     """Return how many workers there were last, and their global batch."""
-    changes = [row.change for row in record.rows if row.change is not None]
+    changes = [change for row in record.rows if (change := _change(row)) is not None]
     if not changes:
         return record.header.workers, record.header.global_batch
     return len(changes[-1].origin), changes[-1].global_batch
+
+
+def _change(row: Row) -> Change | None:
+    """Return how the workers changed, in a row or in those that are missing there."""
+    return row.change if row.lost is None else row.lost.change
 
 
 def _silent(record: Record, workers: int) -> int | None:
@@ -131,19 +141,33 @@ def _silent(record: Record, workers: int) -> int | None:
     return int(np.flatnonzero(~heard)[0]) if heard.any() and not heard.all() else None
 
 
-def _observations(record: Record) -> list[Observation]:
+def _observations(records: Sequence[Record]) -> list[Observation]:
     """Return the measured steps of the workers that were there last."""
     seen: list[Observation] = []
-    workers = record.header.workers
-    for row in record.rows:
-        if row.change is not None and row.change.origin != tuple(range(workers)):
-            seen, workers = [], len(row.change.origin)
-        each = row.observation
-        if each is None or each.compiling or each.ready_s is None:
-            continue
-        if each.ready_s.shape[0] == workers and not np.isnan(each.ready_s).any():
-            seen.append(each)
+    workers, mode = records[0].header.workers, records[0].header.mode
+    for record in records:
+        if (record.header.workers, record.header.mode) != (workers, mode):
+            seen = []
+        workers, mode = record.header.workers, record.header.mode
+        for row in record.rows:
+            change = _change(row)
+            if change is not None and change.origin != tuple(range(workers)):
+                seen, workers = [], len(change.origin)
+            each = row.observation
+            if each is None or each.compiling or each.ready_s is None:
+                continue
+            if each.ready_s.shape[0] == workers and not np.isnan(each.ready_s).any():
+                seen.append(each)
     return [each for each in seen if each.times(_WHO).shape == seen[-1].times(_WHO).shape]
+
+
+def _missing(records: Sequence[Record]) -> list[str]:
+    """Return what could not be recorded, in sentences."""
+    return [
+        f"{lost} are missing in the record, since they could not be written"
+        for record in records
+        for lost in record.lost
+    ]
 
 
 def _fitted(seen: Sequence[Observation]) -> Fit:

@@ -31,8 +31,9 @@ def followed(record: Record, *, lead: int, policy: Policy | None = None) -> Diff
         seen = row.observation
         if seen is None or row.loaded is not None:
             raise InvalidSetting(
-                f"row {number} of the record is no step: workers changed or a training was "
-                "resumed, which no scenario of steps has; use poise.records.replay"
+                f"row {number} of the record is no step: workers changed, a training was "
+                "resumed or rows are missing, which no scenario of steps has; use "
+                "poise.records.replay"
             )
         plan = training.plan_at(seen.step)
         split = plan.scaled(sum(seen.split)).split

@@ -94,8 +94,8 @@ class Balancer:
                 process is stopped, or its machine or link is gone.
             hang_s: seconds after which a worker that gives signs of life, and that others wait
                 for, counts as hanging; None: 30 minutes.
-            record: a file to which worker 0 writes one row per step; it must not exist. None:
-                nothing is written.
+            record: a file to which worker 0 writes one row per step. A record that exists is
+                kept, and run.2.jsonl is written beside run.jsonl. None: nothing is written.
         """
         settings = TorchSettings.of(
             global_batch=global_batch,

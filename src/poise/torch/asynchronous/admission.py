@@ -10,6 +10,7 @@ from poise.engine.modes import Async, Stale
 from poise.environment import shared_secret
 from poise.errors import Disagreement
 from poise.runtime.channel import GONE, Channel
+from poise.runtime.descriptors import check_descriptors
 from poise.runtime.door import Door, check_secret
 from poise.runtime.pulse import Pulse
 from poise.torch.asynchronous.course import Course, Ending, Failed
@@ -96,6 +97,7 @@ class Admission:
         training = channel.hear()
         desk = self._await_desk(channel)
         _check_facts(desk.given.facts, training.get("facts"))
+        check_descriptors()
         channel.set_limit(self._hang_s)
         channel.tell({"accepted": True})
         link.pair_up(server=True)

@@ -24,7 +24,7 @@ Ending = NoMore | str
 
 
 class Failed(Exception):
-    """The server's optimizer, schedule or disk raised; the cause says what."""
+    """The server's optimizer or schedule raised; the cause says what."""
 
 
 class Course:

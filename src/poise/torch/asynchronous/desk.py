@@ -14,7 +14,7 @@ from poise.errors import Disagreement, PoiseError
 from poise.records import Recorder
 from poise.runtime.clocks import host_stamp
 from poise.runtime.events import Events, Joined, Left, Lost
-from poise.torch.asynchronous.course import Course, Failed
+from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.facts import Given
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.link import Link
@@ -246,7 +246,4 @@ class Desk:
         if decided.plan is not None:
             _log.info("local batches %s: %s", list(decided.plan.split), decided.plan.why)
         if self._recorder is not None:
-            try:
-                self._recorder.write_round(decided, self.course.engine, self.parameters.busy_s)
-            except OSError as error:  # of the disk, not of a connection
-                raise Failed from error
+            self._recorder.write_round(decided, self.course.engine, self.parameters.busy_s)

@@ -3,6 +3,7 @@
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from poise.core.liveness import Limits
@@ -106,5 +107,6 @@ def _reached(address: str) -> socket.socket:
                 ) from error
             if waited_s > _SAY_S and not said:
                 said = True
-                sys.stderr.write(f"poise: waiting for the server at {address}\n")
+                with suppress(OSError):  # stderr may be on a full disk
+                    sys.stderr.write(f"poise: waiting for the server at {address}\n")
             time.sleep(_AGAIN_S)

@@ -1,7 +1,6 @@
 """Where a served training stands, and the file from which a server that is lost goes on."""
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from poise.errors import InvalidSetting, PoiseError, StateMismatch
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.facts import Given
+from poise.torch.asynchronous.save_file import SaveFile
 from poise.torch.torch_private import has_scheduler
 
 _VERSION = 1
@@ -27,7 +27,7 @@ class Saves:
         """Go on from the file, if there is one; None: nothing is written."""
         self._course = course
         self._given = given
-        self._path = path
+        self._file = None if path is None else SaveFile(path)
         self._identity: Saved = {
             "version": f"asynchronous {_VERSION}",
             "mode": str(course.engine.mode),
@@ -74,7 +74,7 @@ class Saves:
 
         Raises for one that a restart would begin anew, without a word.
         """
-        if self._path is not None and has_scheduler(self._given.optimizer) and not self._schedules:
+        if self._file is not None and has_scheduler(self._given.optimizer) and not self._schedules:
             raise InvalidSetting(
                 "the optimizer has a scheduler that --save does not know, so that a restart would "
                 "begin it anew; wrap it in BySamples, with the samples of an epoch as "
@@ -84,23 +84,24 @@ class Saves:
 
     def save(self) -> None:
         """Write everything to a file that is complete at any time, if there is to be one."""
-        if self._path is None:
+        if self._file is None:
             return
-        beside = self._path.with_name(self._path.name + ".new")
         with self._course.still():
             if self._course.broken:
                 return
-            state = {
-                "models": [model.state_dict() for model in self._given.models],
-                "optimizer": self._given.optimizer.state_dict(),
-                "schedules": [schedule.state_dict() for schedule in self._schedules],
-                "balancer": self.state_dict(),
-            }
-            with beside.open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-        beside.replace(self._path)
+            self._file.write(
+                {
+                    "models": [model.state_dict() for model in self._given.models],
+                    "optimizer": self._given.optimizer.state_dict(),
+                    "schedules": [schedule.state_dict() for schedule in self._schedules],
+                    "balancer": self.state_dict(),
+                }
+            )
+
+    def close(self) -> None:
+        """Say what is not saved."""
+        if self._file is not None:
+            self._file.close()
 
     def _restore(self, path: Path) -> None:
         try:

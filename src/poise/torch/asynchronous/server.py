@@ -25,7 +25,7 @@ from poise.runtime.events import Closed, Events, Prepared
 from poise.runtime.orders import KeyedOrders
 from poise.runtime.training import Saved, Schedule
 from poise.torch.asynchronous.admission import Admission
-from poise.torch.asynchronous.course import Course
+from poise.torch.asynchronous.course import Course, Ending
 from poise.torch.asynchronous.desk import Desk
 from poise.torch.asynchronous.facts import ServedTraining
 from poise.torch.asynchronous.messages import NoMore
@@ -96,7 +96,7 @@ class Server(ServedTraining):
         saves = Saves(self._course, given, serving.save)
         recorder = None
         if settings.record is not None:
-            recorder = Recorder(settings.record, decides, mode=str(self.mode))
+            recorder = Recorder(settings.record, decides, mode=str(self.mode), series=True)
         desk = Desk(self._course, given, recorder, events)
         self._served = ServedEpoch(desk, saves, serving)
         self._admission.open(desk)
@@ -141,14 +141,20 @@ class Server(ServedTraining):
     def close(self) -> None:
         """Tell the workers that it is done, and let go of everything."""
         epoch = 0 if self._served is None else self._course.engine.epoch
-        self._admission.end(NoMore(epoch, done=True))
+        self._end(NoMore(epoch, done=True))
         self._events.tell(Closed(self.progress.samples, host_stamp()))
 
     def fail(self, error: BaseException) -> None:
         """Tell the workers why the server stops."""
         interrupted = isinstance(error, KeyboardInterrupt)
         why = "it was interrupted" if interrupted else f"{type(error).__name__}: {error}"
-        self._admission.end(why)
+        self._end(why)
+
+    def _end(self, said: Ending) -> None:
+        """Tell the workers, and the user what is not saved; the first time only."""
+        if self._course.ended is None and self._served is not None:
+            self._served.saves.close()
+        self._admission.end(said)
 
 
 @dataclass(eq=False)
