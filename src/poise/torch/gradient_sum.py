@@ -21,6 +21,7 @@ from poise.runtime.events import BucketDone, BucketReady, HandedOut
 from poise.runtime.session import Session
 from poise.torch.backwards import Tally
 from poise.torch.gloo import disconnecting, disconnection
+from poise.torch.own_part import OwnPart
 from poise.torch.places import Places
 from poise.torch.running_statistics import RunningStatistics
 
@@ -76,6 +77,7 @@ class GradientSum:
         self._tally = tally
         self._places = places
         self._inner = inner
+        self._own = OwnPart(session, model)
         self._statistics = RunningStatistics(model)
         self._layout: type | None = None
         """Where the buckets of a hook with a state come from."""
@@ -140,10 +142,12 @@ class GradientSum:
     def _launch_bucket(self, bucket: GradBucket) -> Callable[[], Tensor]:
         """Start the sum of a bucket; return what reads it when it is done."""
         gradient: Tensor = bucket.buffer()
+        backward, liveness = self._backward, self._session.peers.liveness
+        if backward.weights[backward.worker]:  # what counts for nothing may be NaN by nature
+            self._own.look(backward.step, gradient)
         if self._inner is None:
             self._launch(gradient)
             return lambda: gradient
-        backward, liveness = self._backward, self._session.peers.liveness
         scaling = averaged(backward.weights, backward.worker)
         if self._inner.state is not None:
             self._check_layout(bucket)
