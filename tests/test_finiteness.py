@@ -12,7 +12,11 @@ from torch.utils.data import DataLoader
 from poise.core.finiteness import UNUSED_IN_A_ROW, Claim, culprits, message, speaks
 from poise.errors import PoiseWarning, StateMismatch
 from poise.policy import Fixed
+from poise.runtime.clocks import Stopwatch, Waits
+from poise.runtime.events import Events, NotFinite
 from poise.torch import Balancer
+from poise.torch.own_part import OwnPart, is_used
+from poise.torch.part_gradients import Bucket
 from tests.cluster import Workers
 from tests.training import Recipe, build, dataset
 
@@ -134,8 +138,74 @@ def test_one_process_alone_is_told_too() -> None:
     assert "worker 0's own part of the gradient of step 4" in text
 
 
-def test_large_gradients_whose_sum_overflows_are_finite() -> None:
-    assert remarks({4: (0,)}, [8], how="left out", factor=1e38) == []
+class Told:
+    """What an adapter needs of a session to look at its own part, and what it tells."""
+
+    def __init__(self) -> None:
+        self.events = Events()
+        self.heard: list[NotFinite] = []
+        self.stopwatch = Stopwatch(self, Waits())  # type: ignore[arg-type] # a clock, by its verbs
+        self.events.on(NotFinite, self.heard.append)
+
+    def mark(self) -> int:
+        return 0
+
+    def host_s(self) -> float:
+        return 0.0
+
+
+def looked(model: nn.Module, value: float, dtype: Any = torch.float32) -> tuple[Any, Any, Any]:
+    """Return what looks, what hears of it, and a bucket of the model's gradients."""
+    model = model.to(dtype)
+    parameters = list(model.parameters())
+    flat = torch.full((sum(p.numel() for p in parameters),), value, dtype=dtype)
+    told = Told()
+    return OwnPart(told, model), told, Bucket(1, True, flat, parameters)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_gradients_of_every_type_are_looked_at(dtype: Any) -> None:
+    for value, expected in ((1.0, 0), (math.inf, 1), (math.nan, 1)):
+        own, told, bucket = looked(nn.Linear(40, 50), value, dtype)
+        own.look(3, bucket, bucket.flat, on_cpu=True)
+        assert len(told.heard) == expected
+
+
+def test_the_bias_is_looked_at_where_a_table_fills_the_bucket() -> None:
+    own, told, bucket = looked(nn.Sequential(nn.Embedding(5000, 8), nn.Linear(8, 3)), 0.0)
+    own.look(3, bucket, bucket.flat, on_cpu=True)
+    assert not told.heard
+    bucket.flat[-3:] = math.nan  # the gradient of the bias
+    own.look(4, bucket, bucket.flat, on_cpu=True)
+    assert [event[::2] for event in told.heard] == [(4, True)]
+
+
+def test_a_device_is_asked_and_nobody_waits_for_it() -> None:
+    own, told, bucket = looked(nn.Linear(40, 50), math.nan)
+    told.stopwatch.clock.passed = lambda _: False
+    own.look(3, bucket, bucket.flat, on_cpu=False)
+    own.look(4, bucket, bucket.flat, on_cpu=False)
+    assert not told.heard
+    told.stopwatch.clock.passed = lambda _: True
+    own.read()
+    assert [(event.step, event.used) for event in told.heard] == [(3, False), (4, False)]
+
+
+def test_a_device_that_answers_after_the_update_says_that_it_was_used() -> None:
+    own, told, bucket = looked(nn.Linear(40, 50), math.nan)
+    told.stopwatch.clock.passed = lambda _: True
+    own.look(3, bucket, bucket.flat, on_cpu=False)
+    with torch.no_grad():
+        own._model.weight.fill_(math.nan)
+    own.read()
+    assert [(event.step, event.used, event.weights) for event in told.heard] == [(3, True, True)]
+
+
+def test_a_fused_optimizer_that_leaves_a_step_out_did_not_use_it() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    assert is_used(optimizer)
+    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined] # as GradScaler sets it
+    assert not is_used(optimizer)
 
 
 def test_an_old_claim_that_nobody_used_blames_no_one() -> None:

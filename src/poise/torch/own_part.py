@@ -1,22 +1,34 @@
 """Whether this worker's own part of a gradient is finite, looked at before it is summed.
 
-One number says it: the sum over a bucket, which is NaN or infinite if anything in the bucket is.
-It takes as long as the weighting does, one pass over the bucket. On the CPU it is known at once;
-on an accelerator it is read when the device has got there, so that nobody waits for it.
+A pass over all gradients would cost a tenth of our own code, and any operation of torch's or
+NumPy's about 3 % of it. But a loss that is NaN reaches nearly all gradients, and what goes wrong
+in backward reaches those of all layers below. So some numbers of a bucket are read as they lie in
+memory, in about 10 microseconds. The first bucket, of the layers at the top, can be left out. On an
+accelerator the device adds the numbers up, and nobody waits for it.
 """
 
-import cmath
+import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket
 
 from poise.runtime.clocks import Stamp
 from poise.runtime.events import NotFinite
 from poise.runtime.session import Session
 
-_HALF = (torch.float16, torch.bfloat16)
+_SMALLEST, _SPACED = 8, 4
+"""One number is read of each of so many parameters: the smallest, such as biases, to which every
+sample contributes. And so many more, evenly spaced over the bucket."""
+_READABLE = (torch.float32, torch.float64)
+"""What Python reads from memory by itself."""
+
+Numbers = memoryview | Tensor
+Look = tuple[Numbers, Sequence[int]]
+"""The numbers of a bucket, and which of them to look at."""
 
 
 class OwnPart:
@@ -25,37 +37,59 @@ class OwnPart:
     def __init__(self, session: Session, model: nn.Module) -> None:
         self._session = session
         self._model = model
-        self._on_device: deque[tuple[int, Stamp, Tensor]] = deque()
-        """Numbers of buckets that the device may not have computed yet."""
+        self._looks: dict[int, Look] = {}
+        """At DDP's buckets, which stay, by their addresses."""
+        self._asked: deque[tuple[int, Stamp, Tensor]] = deque()
+        """Sums that the device may not have computed yet."""
 
-    def look(self, step: int, gradient: Tensor) -> None:
-        """Tell if a bucket of gradients, handed over and not weighted yet, is not finite."""
-        total = gradient.sum(dtype=torch.float32) if gradient.dtype in _HALF else gradient.sum()
-        if gradient.device.type == "cpu":
-            # A sum can overflow where no number of the bucket does.
-            if not cmath.isfinite(total.item()) and not _is_finite(gradient):
-                stamp, finite = self._session.stopwatch.stamp(), self._weights_are_finite()
-                self._session.events.tell(NotFinite(step, stamp, weights=finite, used=False))
+    def look(self, step: int, bucket: GradBucket, gradient: Tensor, *, on_cpu: bool) -> None:
+        """Tell if the gradients of a bucket, handed over and not summed yet, are not finite."""
+        if not on_cpu:
+            self.read()
+            self.ask(step, bucket, gradient)
             return
-        self._read()
-        number = total.detach().to("cpu", non_blocking=True)
-        stamp = self._session.stopwatch.stamp()
-        self._on_device.append((step, stamp, number))
+        found = self._looks.get(gradient.data_ptr())
+        numbers, places = self._begin(bucket, gradient) if found is None else found
+        total = 0.0
+        for place in places:
+            total += numbers[place]  # type: ignore[assignment] # a number, or a tensor of one
+        if not math.isfinite(total):
+            stamp, weights = self._session.stopwatch.stamp(), self._weights_are_finite()
+            self._session.events.tell(NotFinite(step, stamp, weights=weights, used=False))
 
-    def _read(self) -> None:
-        """Look at the numbers of earlier buckets that are there.
+    def ask(self, step: int, bucket: GradBucket, gradient: Tensor) -> None:
+        """Have the device look."""
+        some = gradient[torch.tensor(_places(bucket, gradient), device=gradient.device)]
+        number = some.sum(dtype=torch.float32).to("cpu", non_blocking=True)
+        self._asked.append((step, self._session.stopwatch.stamp(), number))
+
+    def read(self) -> None:
+        """Tell of earlier buckets, of which the device has answered.
 
         Weights that are not finite by then are so because an optimizer used the gradient.
         """
         clock = self._session.stopwatch.clock
-        while self._on_device and clock.passed(self._on_device[0][1].mark):
-            step, stamp, number = self._on_device.popleft()
-            if not cmath.isfinite(number.item()):
+        while self._asked and clock.passed(self._asked[0][1].mark):
+            step, stamp, number = self._asked.popleft()
+            if not math.isfinite(number.item()):
                 used = not self._weights_are_finite()
                 self._session.events.tell(NotFinite(step, stamp, weights=True, used=used))
 
+    def _begin(self, bucket: GradBucket, gradient: Tensor) -> Look:
+        """Choose where to look; this is kept if the bucket is, as those of DDP are."""
+        numbers: Numbers = gradient
+        if gradient.dtype in _READABLE:
+            numbers = memoryview(gradient.numpy())  # type: ignore[arg-type] # NumPy's stubs lack it
+        look = numbers, _places(bucket, gradient)
+        if type(bucket) is GradBucket:
+            if bucket.index() <= 1:  # the first step, or DDP has made all its buckets anew
+                self._looks.clear()
+            self._looks[gradient.data_ptr()] = look
+        return look
+
     def _weights_are_finite(self) -> bool:
-        return all(_is_finite(parameter.detach()) for parameter in self._model.parameters())
+        weights = (parameter.detach() for parameter in self._model.parameters())
+        return all(bool(torch.isfinite(weight).all()) for weight in weights)
 
 
 def is_used(optimizer: Any) -> bool:
@@ -67,5 +101,11 @@ def is_used(optimizer: Any) -> bool:
     return found is None or not float(found)
 
 
-def _is_finite(values: Tensor) -> bool:
-    return bool(torch.isfinite(values).all())
+def _places(bucket: GradBucket, gradient: Tensor) -> tuple[int, ...]:
+    """Return where in a flat bucket to look."""
+    size, start, middles = gradient.numel(), 0, []
+    for each in bucket.gradients():
+        middles.append((each.numel(), start + each.numel() // 2))
+        start += each.numel()
+    spaced = range(0, size, max(1, size // _SPACED))
+    return tuple(sorted({*spaced, *(place for _, place in sorted(middles)[:_SMALLEST])}))
