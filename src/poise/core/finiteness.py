@@ -99,9 +99,9 @@ def message(blamed: list[int], claim: Claim, workers: int) -> str:
     if not claim.weights:
         return (
             f"the weights were not finite when step {step} began, so no gradient is since then, "
-            "and no worker found its own part of an earlier gradient at fault. Look at the learning "
-            "rate, at what your loop does to the weights, and at a comm_hook that rounds; go on "
-            "from a save of finite weights"
+            "and no worker found its own part of an earlier gradient at fault. Look at the "
+            "learning rate, at what your loop does to the weights, and at a comm_hook that rounds; "
+            "go on from a save of finite weights"
         )
     if len(blamed) == 1:
         whose = f"worker {blamed[0]}'s own part"

@@ -191,7 +191,7 @@ class GradientSum:
         backward.sums.append(work.get_future())
 
     def _look_at(self, bucket: GradBucket, gradient: Tensor) -> None:
-        """See whether this worker's own part is finite; not in a first bucket that others follow."""
+        """See whether this worker's part is finite; not in a first bucket that others follow."""
         backward = self._backward
         if backward.sums or bucket.is_last():
             self._own.look(backward.step, bucket, gradient, on_cpu=backward.on_cpu)
