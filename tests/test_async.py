@@ -421,12 +421,22 @@ def test_a_secret_opens_the_door(workers: Workers) -> None:
 
 
 def train_with_bad_gradients(recipe: Recipe, port: int) -> Any:
-    if os.environ["RANK"] == "0":
-        with as_server(port):
-            return train(recipe)
     model, optimizer, _ = build(recipe)
+    loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
+    if os.environ["RANK"] == "0":
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            as_server(port),
+            Balancer(recipe.global_batch) as balancer,
+        ):
+            warnings.simplefilter("always")
+            served, optimizer, passes = balancer.prepare(model, optimizer, loader)
+            for _ in balancer.epochs(recipe.epochs):
+                for _ in passes:
+                    pass
+            said = [str(each.message) for each in caught if "finite" in str(each.message)]
+            return weights(served), said, passes.desk.service()
     with as_worker(port), Balancer(recipe.global_batch) as balancer:
-        loader = DataLoader(dataset(recipe), recipe.global_batch, shuffle=True)
         model, optimizer, shares = balancer.prepare(model, optimizer, loader)
         step = 0
         for _ in balancer.epochs(recipe.epochs):
@@ -442,10 +452,11 @@ def train_with_bad_gradients(recipe: Recipe, port: int) -> Any:
         return step, balancer.skipped
 
 
-def test_pushes_that_are_not_finite_are_dropped_and_counted(workers: Workers) -> None:
+def test_pushes_that_are_not_finite_are_dropped_counted_and_said_once(workers: Workers) -> None:
     recipe = Recipe(samples=48, epochs=2)
     outcomes = workers.run(train_with_bad_gradients, recipe, free_port(), workers=2)
-    (served, _, service), (steps, skipped) = outcomes
+    (served, (said,), service), (steps, skipped) = outcomes
+    assert "that worker 1 pushed for its step 1 is not finite" in said
     assert all(torch.isfinite(tensor).all() for tensor in served.values())
     assert (steps, skipped) == (8, 4)
     (tally,) = service.gone.values() or [each.tally for each in service.workers]

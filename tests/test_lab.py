@@ -23,10 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from poise.cli.main import main
 from poise.errors import InvalidSetting, OutOfOrder
 from poise.lab import Change, Lab, Pace, Pacer, Quota, Walk
+from poise.lab.contention import Contention, Sample
 from poise.lab.crew import Member
 from poise.lab.leftovers import clear, is_stale, lab_name, members, stale_belongings, start_time
 from poise.lab.line import PREPARED, STEP, Line
 from poise.lab.listener import Listener
+from poise.lab.load import busy_s, cpu_s_by_session
 from poise.lab.network import parse_link
 from poise.lab.output import Output
 from poise.lab.pacing import parse_pace
@@ -574,6 +576,78 @@ def test_throttled_workers_get_their_share_of_the_cpu(tmp_path: Path) -> None:
     shares = [float(lines[f"[{worker}]"]) for worker in range(3)]
     assert shares[0] > shares[1] > shares[2]
     assert all(share < 1.2 * speed for share, speed in zip(shares, (0.4, 0.2, 0.1), strict=True))
+
+
+def burnt(cores: float, others: float, got: tuple[float, ...], speeds: tuple[float, ...]) -> Any:
+    """Return what is found over 6 s in which other processes took so many cores."""
+    before = Sample(100.0, 900.0, tuple(50.0 for _ in got), 3.0, speeds)
+    workers_s = tuple(50.0 + 6.0 * each for each in got)
+    busy_s = 900.0 + 6.0 * (others + sum(got) + 0.05)
+    after = Sample(106.0, busy_s, workers_s, 3.0 + 6.0 * 0.05, speeds)
+    return Contention.between(before, after, cores=int(cores))
+
+
+@pytest.mark.parametrize(
+    ("others", "got", "speeds"),
+    [
+        (1.61, (0.09, 0.12, 0.16), (0.9, 0.45, 0.22)),  # recorded beside three busy loops
+        (0.9, (0.6, 0.44), (0.9, 0.45)),
+    ],
+)
+def test_speeds_that_others_leave_no_room_for_are_said(
+    others: float, got: tuple[float, ...], speeds: tuple[float, ...]
+) -> None:
+    found = burnt(2, others, got, speeds)
+    assert found.is_short
+    assert f"other processes took {others:.2f} of 2 cores in 6 s" in found.remark()
+    assert f"speeds that add up to {sum(speeds):g}: workers got {got[0]:.2f}, " in found.remark()
+
+
+@pytest.mark.parametrize(
+    ("others", "got", "speeds"),
+    [
+        (0.03, (0.86, 0.44, 0.22), (0.9, 0.45, 0.22)),  # all is well
+        (0.03, (0.3, 0.44, 0.22), (0.9, 0.45, 0.22)),  # worker 0 waits for the others
+        (0.8, (0.3, 0.3), (0.6, 0.5)),  # others take much, and yet enough is left
+        (1.2, (0.1, 0.1), (0.9, 0.45)),  # workers wait for their input: 0.55 cores are idle
+    ],
+)
+def test_workers_that_wait_are_not_short_of_cores(
+    others: float, got: tuple[float, ...], speeds: tuple[float, ...]
+) -> None:
+    assert not burnt(2, others, got, speeds).is_short
+
+
+def test_the_use_of_cores_is_read_from_the_kernel() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    statistics, mine_s = Path("/proc/stat").read_text, cpu_s_by_session
+    before, own = busy_s(statistics(), cores), mine_s()[os.getsid(0)]
+    until_s = time.process_time() + 0.3
+    while time.process_time() < until_s:
+        pass
+    assert mine_s()[os.getsid(0)] - own > 0.2
+    assert busy_s(statistics(), cores) - before > 0.2
+
+
+BURN = "import time\nend = time.monotonic() + 90\nwhile time.monotonic() < end: pass"
+
+
+@pytest.mark.slow
+@needs_quotas
+def test_a_lab_on_a_busy_machine_says_that_its_speeds_do_not_hold(tmp_path: Path) -> None:
+    script = COUNT_WORK.replace("began_s < 2", "began_s < 15")
+    cores = len(os.sched_getaffinity(0))
+    burners = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(2 * cores)]
+    try:
+        result = run_lab(tmp_path, script, "--speeds", f"{0.5 * cores},{0.3 * cores}")
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert result.returncode == 0, result.stderr
+    said = [line for line in result.stderr.splitlines() if "other processes took" in line]
+    assert len(said) == 1, result.stderr
+    assert f"of {cores} cores" in said[0]
 
 
 @pytest.mark.slow

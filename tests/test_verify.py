@@ -1,6 +1,8 @@
 """`poise verify` against scripts that are broken in every way it knows, and some that are not."""
 
+import contextlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from poise.cli.main import main
+from poise.cli.verify_progress import Run, StandsStill
 from poise.engine.adaptation import Adaptation
 from poise.errors import InfeasibleSplit
 from poise.policy import Auto
@@ -21,6 +24,7 @@ from poise.verify.causes import Cause
 from poise.verify.comparison import DOUBLE, HALF, SINGLE, distances, precision_of
 from poise.verify.observation import Observation, Runs, StepSeen, Variant, kept, read, write
 from poise.verify.observer import Observer
+from poise.verify.reporting import place
 from poise.verify.samples import same_sample, samples_of
 from poise.verify.split import unequal_split
 from poise.verify.verdict import Verdict, judge
@@ -138,13 +142,19 @@ def leave_no_trace(directory: Path) -> list[tuple[Any, Any]]:
     return list(zip(before, belongings(), strict=True))
 
 
+def errors(text: str) -> str:
+    """Return what is on stderr beside lines of progress, which come on a machine that is busy."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("poise verify: run "))
+
+
 @pytest.mark.slow
 def test_the_command_says_same_training(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(SCRIPTS / "good.py"), "--workers", "2", "--steps=2", "--", "--steps", "many"]
     assert main(["verify", *words]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("same training: 2 steps, 2 workers with 13, 3 of 16 samples;")
-    assert said.err == ""
+    assert errors(said.err) == ""
 
 
 @pytest.mark.slow
@@ -180,13 +190,70 @@ def test_the_command_shows_why_one_of_the_workers_fails(
     assert said.endswith("ValueError: the disk is full\n")
 
 
+@pytest.mark.slow
+def test_the_command_gives_up_on_a_script_that_blocks_and_says_where(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    patient = ["--workers", "2", "--patience", "40"]
+    assert main(["verify", *patient, str(SCRIPTS / "blocks.py"), "1"]) == 2
+    said = capsys.readouterr().err
+    assert "run 3 of 3, " in said
+    assert "blocks.py on 2 workers: 2 of 4 steps done, " in said
+    assert "on 2 workers made no progress for 40 s, so it could not be verified" in said
+    assert "worker 0 is in step 2, at blocks.py line 26 in <module>" in said
+    assert "worker 1 is in step 2, at blocks.py line 14 in wait_for_good\n" in said
+    assert not [each for each in _command_lines() if "poise.verify.worker" in each]
+
+
+def _command_lines() -> list[str]:
+    """Return those of all processes that this one has started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(status.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append((status.parent / "cmdline").read_text())
+    return found
+
+
+def test_a_run_that_stands_still_ends_the_patience() -> None:
+    now_s = 0.0
+    run = Run("run 1 of 3", workers=2, steps=4, patience_s=30, clock=lambda: now_s)
+    assert (run.progress(), run.stage(1)) == (
+        "not prepared yet",
+        "before Balancer.prepare was done",
+    )
+    now_s = 29.0
+    run.look()
+    run.hear(0, {"prepared": True})
+    run.hear(1, {"begun": 3})
+    assert run.progress() == "0 of 4 steps done"
+    assert (run.stage(0), run.stage(1)) == ("before its first step", "in step 2")
+    run.hear(0, {"begun": 5})
+    assert run.progress() == "2 of 4 steps done"
+    now_s = 59.0
+    run.look()
+    now_s = 59.1
+    with pytest.raises(StandsStill):
+        run.look()
+
+
+def test_where_a_script_stands_is_read_from_its_threads() -> None:
+    stacks = (
+        'Thread 0x7f01 (most recent call first):\n  File "/lib/threading.py", line 3 in wait\n'
+        'Current thread 0x7f02 (most recent call first):\n  File "/me/train.py", line 4 in load\n'
+    )
+    assert place(stacks, "scripts/train.py") == "at train.py line 4 in load"
+    assert place(stacks, "other.py") == "outside of the script's own lines"
+    assert place("", "train.py") == "it does not say where"
+
+
 def test_the_command_refuses_a_script_without_a_balancer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["verify", str(SCRIPTS / "no_balancer.py")]) == 2
     said = capsys.readouterr()
     assert "no_balancer.py ended without calling Balancer.prepare" in said.err
-    assert said.err.count("\n") == 1
+    assert errors(said.err).count("\n") == 1
     assert said.out == ""
 
 

@@ -5,14 +5,16 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
-from poise.cli.options import add_script, require, whole
-from poise.cli.worker_messages import WorkerEnded, receive
+from poise.cli.options import above_0, add_script, require, whole
+from poise.cli.verify_progress import Display, Run, StandsStill, asked
+from poise.cli.worker_messages import WorkerEnded
 from poise.environment import launched_as
 from poise.errors import InvalidSetting, WorkerLost
 from poise.lab.processes import local_workers
@@ -26,11 +28,15 @@ if TYPE_CHECKING:
     from poise.verify.verdict import Verdict
 
 
+_OPTIONS = ("--workers", "--steps", "--patience")
+_PATIENCE_S = 300.0
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what `verify` takes; its options may also follow the script's name."""
     parser.usage = (
-        "poise verify [-h] [--workers N] [--steps K] SCRIPT [--workers N] [--steps K] "
-        "[--] [ARGS ...]"
+        "poise verify [-h] [--workers N] [--steps K] [--patience S] SCRIPT [--workers N] "
+        "[--steps K] [--patience S] [--] [ARGS ...]"
     )
     parser.description = (
         f"{parser.description} The script runs unchanged for a few steps: twice in one process and "
@@ -40,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     _add_options(parser)
     add_script(parser, more="; -- before the args if they begin with one of the above")
-    parser.set_defaults(command=verify, workers=3, steps=4)
+    parser.set_defaults(command=verify, workers=3, steps=4, patience=_PATIENCE_S)
 
 
 def options_first(words: list[str]) -> tuple[list[str], list[str]]:
@@ -52,17 +58,18 @@ def options_first(words: list[str]) -> tuple[list[str], list[str]]:
     ([], ['--steps', '9'])
     """
     end = 0
-    while end < len(words) and (option := words[end].split("=")[0]) in ("--workers", "--steps"):
+    while end < len(words) and (option := words[end].split("=")[0]) in _OPTIONS:
         end += 2 if words[end] == option else 1
     return words[:end], words[end + 1 :] if words[end : end + 1] == ["--"] else words[end:]
 
 
-def verify(*, workers: int, steps: int, script: Sequence[str]) -> int:
+def verify(*, workers: int, steps: int, patience: float, script: Sequence[str]) -> int:
     """Print the verdict; return 0 if the training is the same, 1 if not.
 
     Args:
         workers: how many unequal workers train, as processes of this machine.
         steps: how many steps they train.
+        patience: seconds without a step after which a run is given up.
         script: a training script, and its arguments after options that take the place of these.
     """
     if not script:
@@ -71,7 +78,7 @@ def verify(*, workers: int, steps: int, script: Sequence[str]) -> int:
     ours, theirs = options_first(words)
     parser = ArgumentParser(prog="poise verify", add_help=False, allow_abbrev=False)
     _add_options(parser)
-    stated = parser.parse_args(ours, Namespace(workers=workers, steps=steps))
+    stated = parser.parse_args(ours, Namespace(workers=workers, steps=steps, patience=patience))
     require("torch", extra="torch")
     if launched_as() is not None:
         raise InvalidSetting("verify starts its own workers; run it without torchrun")
@@ -80,7 +87,7 @@ def verify(*, workers: int, steps: int, script: Sequence[str]) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     with TemporaryDirectory(prefix="poise-verify-") as name:
-        bench = _Bench(console, Path(name), stated.workers, stated.steps, [path, *theirs])
+        bench = _Bench(Display(), Path(name), stated, [path, *theirs])
         runs = bench.runs()
         verdict = judge(runs)
         _print_verdict(console, runs, verdict)
@@ -106,40 +113,70 @@ def _add_options(parser: ArgumentParser) -> None:
         default=SUPPRESS,
         help="steps to compare (default 4)",
     )
+    parser.add_argument(
+        "--patience",
+        type=above_0("a number of seconds"),
+        metavar="S",
+        default=SUPPRESS,
+        help=f"give up after so many seconds without a step (default {_PATIENCE_S:.0f})",
+    )
 
 
 @dataclass(frozen=True)
 class _Bench:
     """Runs the script as often and in as many ways as the comparison needs."""
 
-    console: Console
+    display: Display
     directory: Path
-    workers: int
-    steps: int
+    stated: Namespace
+    """Workers, steps and patience."""
     script: Sequence[str]
 
     def runs(self, *, stilled: bool = False) -> "Runs":
         """Train in one process, in one process with reordered samples, and on the workers."""
         from poise.verify.observation import Runs, Variant
 
+        workers = self.stated.workers
         (alone,) = self._run(Variant("alone", stilled), 1)
-        unequal_split(self.workers, alone.global_batch)  # raises before more time is spent
+        unequal_split(workers, alone.global_batch)  # raises before more time is spent
         (reordered,) = self._run(Variant("reordered", stilled), 1)
-        return Runs(alone, reordered, tuple(self._run(Variant("shared", stilled), self.workers)))
+        return Runs(alone, reordered, tuple(self._run(Variant("shared", stilled), workers)))
 
     def _run(self, variant: "Variant", workers: int) -> "list[Observation]":
         from poise.verify.observation import read
 
+        steps, patience_s = self.stated.steps, self.stated.patience
         command = [sys.executable, "-m", "poise.verify.worker"]
-        command += [str(self.directory), str(variant), str(self.steps), *self.script]
+        command += [str(self.directory), str(variant), str(steps), *self.script]
         where = _where(variant, workers)
-        with self.console.status(f"Running {escape(self.script[0])} {where} ..."):
+        run = Run(f"{_which(variant)}, {self.script[0]} {where}", workers, steps, patience_s)
+        with local_workers(command, workers) as processes:
             try:
-                with local_workers(command, workers) as processes:
-                    list(receive(processes))
+                self.display.follow(run, processes)
             except WorkerEnded as ended:
                 raise self._failure(variant, ended, where) from None
+            except StandsStill:
+                raise self._stands_still(variant, run, processes) from None
         return [read(self.directory, variant, worker) for worker in range(workers)]
+
+    def _stands_still(
+        self, variant: "Variant", run: Run, processes: "Sequence[Popen[str]]"
+    ) -> WorkerLost:
+        """Find out where each process is."""
+        from poise.verify.reporting import ASK, place, stack_file
+
+        files = [stack_file(self.directory, variant, each) for each in range(run.workers)]
+        stacks = asked(processes, ASK, files)
+        found = "".join(
+            f"  worker {worker} is {run.stage(worker)}, {place(stack, self.script[0])}\n"
+            for worker, stack in enumerate(stacks)
+        )
+        return WorkerLost(
+            f"{run.title} made no progress for {run.patience_s:g} s, so it could not be verified; "
+            f"all its processes were ended:\n{found}"
+            "If a step takes so long here, raise --patience; else see what the script waits for "
+            "there"
+        )
 
     def _failure(self, variant: "Variant", ended: WorkerEnded, where: str) -> Exception:
         from poise.verify.worker import culprit_file, errors_file, refusal_file
@@ -157,6 +194,12 @@ class _Bench:
             f"{self.script[0]} failed {where} ({who}), so it could not be verified; its stderr:\n"
             f"{text or '(nothing)'}"
         )
+
+
+def _which(variant: "Variant") -> str:
+    """Say which of the runs it is."""
+    number = ("alone", "reordered", "shared").index(variant.arrangement) + 1
+    return f"run {number + 3} of 6" if variant.stilled else f"run {number} of 3"
 
 
 def _where(variant: "Variant", workers: int) -> str:

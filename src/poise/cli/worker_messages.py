@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from subprocess import Popen
 from threading import Thread
 from typing import Any
@@ -28,17 +28,27 @@ def send(**message: Any) -> None:
     sys.stdout.flush()
 
 
-def receive(processes: Sequence[Popen[str]]) -> Iterator[tuple[int, Message]]:
+def receive(
+    processes: Sequence[Popen[str]],
+    *,
+    every_s: float | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[int, Message]]:
     """Yield (worker, message) as they come, until all workers have ended.
 
-    Raises WorkerEnded as soon as one of them fails.
+    While nothing comes, meanwhile is called every so many seconds. Raises WorkerEnded as soon as
+    a worker fails.
     """
     lines: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
     for worker, process in enumerate(processes):
         Thread(target=_read, args=(worker, process, lines), daemon=True).start()
     running = len(processes)
     while running:
-        worker, line = lines.get()
+        try:
+            worker, line = lines.get(timeout=every_s)
+        except Empty:
+            meanwhile()
+            continue
         if line is not None:
             yield worker, json.loads(line)
         elif exit_code := processes[worker].wait():

@@ -17,6 +17,7 @@ from poise.lab.guard import Guard
 from poise.lab.launching import Launching, Setup, served_mode
 from poise.lab.leftovers import clear, lab_name, stale_belongings
 from poise.lab.listener import Listener
+from poise.lab.load import LoadWatch
 from poise.lab.network import Network, check_privileges, parse_link
 from poise.lab.output import Output
 from poise.lab.pacing import Pace, parse_pace
@@ -74,6 +75,7 @@ class Lab:
         changes = checked_walk(walk, len(each))
         self._control = SpeedControl(each, changes, self._crew.workers, self._say)
         self._listener: Listener | None = None
+        self._load: LoadWatch | None = None
         self._output = Output()
 
     def __enter__(self) -> Self:
@@ -94,6 +96,8 @@ class Lab:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._say_who_was_not_throttled()
+        if self._load is not None:
+            self._load.close()
         if self._listener is not None:
             self._listener.close()
             if self._listener.failure not in (None, error):  # nobody waited to hear of it
@@ -165,6 +169,8 @@ class Lab:
                 self._control.throttle(worker, self._throttling)
             member.let_go()  # only now, so that none runs that the guard does not know
         self._listener = Listener(crew.workers, self._prepared, self._control.follow_walk)
+        if self._setup.pace is None:  # who is paced sleeps, and needs no share of the cores
+            self._load = LoadWatch(crew, self._control, self._say)
         return [member.process for member in crew.workers]
 
     def wait(self) -> int:

@@ -31,6 +31,11 @@ class SpeedControl:
     def __post_init__(self) -> None:
         self._lock = RLock()
 
+    @property
+    def all_are_throttled(self) -> bool:
+        """Whether no worker is left that is not."""
+        return self._throttled_at_s is not None
+
     def set_speeds(self, speeds: Sequence[float]) -> None:
         """Change all speeds from now on; a worker that is not throttled yet begins with its new."""
         if len(speeds) != len(self.speeds):

@@ -140,6 +140,17 @@ class BucketDone(NamedTuple):
     gradient: Any
 
 
+class NotFinite(NamedTuple):
+    """This worker's own part of a gradient, before it is summed, has NaN or infinity in it."""
+
+    step: int
+    stamp: Stamp
+    weights: bool
+    """Whether the weights were still finite."""
+    used: bool
+    """Whether an optimizer has used the gradient already: told late. Else `Applied` tells."""
+
+
 class Reduced(NamedTuple):
     """The gradient of the global batch is there; stamped when its last bucket arrived."""
 

@@ -8,6 +8,7 @@ far it runs ahead.
 """
 
 import logging
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -17,14 +18,16 @@ import numpy as np
 from poise.core.batch import Batch
 from poise.core.observation import Observation
 from poise.core.plan import Forecast, Plan, Timetable
+from poise.core.reduction_watch import Episode, ReductionWatch
 from poise.core.timing import Floats
 from poise.engine.bsp import Engine
 from poise.engine.start_step import Announcements, Posted
-from poise.errors import Disagreement
+from poise.errors import Disagreement, PoiseWarning
 from poise.policy import Forecasting
 from poise.runtime.clocks import Stopwatch
 from poise.runtime.collectives import Disconnected, Pending
 from poise.runtime.events import Decided, Resumed
+from poise.runtime.generation import Generation
 from poise.runtime.learned import Known
 from poise.runtime.peers import Peers
 from poise.runtime.rows import Reporter, observation_of, unmeasured
@@ -65,6 +68,8 @@ class Exchange:
     reporters: Sequence[Reporter]
     silent: bool
     """Whether nothing is posted."""
+    _reductions: ReductionWatch = field(default_factory=ReductionWatch, init=False)
+    """On worker 0: whether they take what they took before."""
     _traveling: deque[_Traveling] = field(default_factory=deque, init=False)
     """One for each exchange that is posted."""
 
@@ -186,3 +191,22 @@ class Exchange:
         self.announcements = self.announcements.decide(plan)
         stamp = self.stopwatch.stamp()
         self.peers.events.tell(Decided(seen[-1].step, stamp, seen, start_step, plan))
+        episodes, self._reductions = self._reductions.update(seen)
+        for episode in episodes:
+            _say(episode, self.peers.generation)
+
+
+def _say(episode: Episode, generation: Generation) -> None:
+    """Say that reductions take long, or do so no more; times do not tell which link it is."""
+    text = str(episode)
+    if not episode.over:
+        hosts: dict[str, list[str]] = {}
+        for worker, member in enumerate(generation.members):
+            hosts.setdefault(member.host, []).append(str(worker))
+        where = "; ".join(f"{host}: {', '.join(workers)}" for host, workers in hosts.items())
+        text += (
+            f". A link between workers is slower than it was, or a machine is too busy to serve "
+            f"it; a sum waits for the slowest, so times do not tell which (workers by host: "
+            f"{where})"
+        )
+    warnings.warn(text, PoiseWarning, stacklevel=2)

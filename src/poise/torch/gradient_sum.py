@@ -21,6 +21,7 @@ from poise.runtime.events import BucketDone, BucketReady, HandedOut
 from poise.runtime.session import Session
 from poise.torch.backwards import Tally
 from poise.torch.gloo import disconnecting, disconnection
+from poise.torch.own_part import OwnPart
 from poise.torch.places import Places
 from poise.torch.running_statistics import RunningStatistics
 
@@ -76,6 +77,7 @@ class GradientSum:
         self._tally = tally
         self._places = places
         self._inner = inner
+        self._own = OwnPart(session, model)
         self._statistics = RunningStatistics(model)
         self._layout: type | None = None
         """Where the buckets of a hook with a state come from."""
@@ -140,14 +142,15 @@ class GradientSum:
     def _launch_bucket(self, bucket: GradBucket) -> Callable[[], Tensor]:
         """Start the sum of a bucket; return what reads it when it is done."""
         gradient: Tensor = bucket.buffer()
-        if self._inner is None:
-            self._launch(gradient)
-            return lambda: gradient
         backward, liveness = self._backward, self._session.peers.liveness
+        if self._inner is None:
+            self._launch(gradient, bucket)
+            return lambda: gradient
         scaling = averaged(backward.weights, backward.worker)
         if self._inner.state is not None:
             self._check_layout(bucket)
         _scale(gradient, scaling.before)
+        self._look_at(bucket, gradient)
         group = self._session.generation.gradients
         state = group if self._inner.state is None else self._inner.state
         with liveness.naming(backward.doing), disconnecting():
@@ -174,16 +177,24 @@ class GradientSum:
                 "and plain backwards have different buckets: use one of them for all batches"
             )
 
-    def _launch(self, part: Tensor) -> None:
+    def _launch(self, part: Tensor, bucket: GradBucket | None = None) -> None:
         """Weight in place and start the sum."""
         backward = self._backward
         _scale(part, backward.weights[backward.worker])
+        if bucket is not None:
+            self._look_at(bucket, part)
         try:
             # The group's own call: torch.distributed.all_reduce takes half as much time again.
             work = self._session.generation.gradients.allreduce([part])
         except RuntimeError as error:
             raise self._lost(backward, error) from error
         backward.sums.append(work.get_future())
+
+    def _look_at(self, bucket: GradBucket, gradient: Tensor) -> None:
+        """See whether this worker's part is finite; not in a first bucket that others follow."""
+        backward = self._backward
+        if backward.sums or bucket.is_last():
+            self._own.look(backward.step, bucket, gradient, on_cpu=backward.on_cpu)
 
     def _look(self, backward: "_Backward", all_sums: Future[list[Future[Any]]]) -> None:
         """Pass an error on; a failed sum reaches a callback of this kind, but never `then`."""

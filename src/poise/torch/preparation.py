@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from poise.runtime.batches import Evaluation, MapBatches, StreamBatches
 from poise.runtime.events import HandedOut
+from poise.runtime.finiteness import Finiteness
 from poise.runtime.memory import Guard
 from poise.runtime.meter import Meter
 from poise.runtime.orders import Orders
@@ -23,6 +24,7 @@ from poise.torch.micro import MicroBatches
 from poise.torch.module import Link, SharedModule
 from poise.torch.norms import Norms
 from poise.torch.orders import orders_of
+from poise.torch.own_part import is_used
 from poise.torch.places import Places
 from poise.torch.settings import TorchSettings
 from poise.torch.stream import StreamLoader
@@ -82,6 +84,7 @@ def equip(session: Session, groups: Groups, handed: HandedIn) -> Guard:
     if settings.adapt is not None:
         norms = Norms(clock, device, peers, settings.scaler)
         norms.listen(session.events)
+    Finiteness(peers, is_used).listen(session.events)
     session.equip(
         Equipment(
             clock=clock,

@@ -19,10 +19,13 @@ import torch.distributed as dist
 
 from poise.environment import launched_as
 from poise.errors import WorkerLost
+from poise.runtime.events import Events
+from poise.runtime.instruments import Instrument, instrumented
 from poise.script import own_frames, run
 from poise.verify.course import Course
 from poise.verify.observation import Observation, Variant, write
 from poise.verify.observer import Enough, Observer, Refused
+from poise.verify.reporting import Reporting, answer_when_asked, stack_file
 from poise.verify.watching import watching
 
 _SEED = 0
@@ -37,14 +40,15 @@ def observe(
     script: Sequence[str],
     *,
     failing: Callable[[BaseException], None] = lambda _: None,
+    listen: Callable[[Events], None] = lambda _: None,
 ) -> None:
     """Run a script, given with its arguments, for that many steps; write down what is seen.
 
     An error of the script leaves it as it is; failing hears of it before the other workers do.
-    Raises Refused if there is nothing to compare.
+    Others can listen to the script's trainings, too. Raises Refused if there is nothing to compare.
     """
     observer = Observer(steps, variant, Course(directory, variant))
-    with _alike(), watching(observer, variant):
+    with _alike(), instrumented(Instrument(listen=listen)), watching(observer, variant):
         try:
             _run(observer, script, failing)
         finally:
@@ -74,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     launch = launched_as()
     assert launch is not None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends us
-    _redirect(errors_file(directory, variant, launch.worker))
+    reporting = Reporting(_redirect(errors_file(directory, variant, launch.worker)))
+    answer_when_asked(stack_file(directory, variant, launch.worker))
 
     def failing(error: BaseException) -> None:
         if not isinstance(error, Refused):
@@ -83,7 +88,8 @@ def main(arguments: Sequence[str]) -> int:
             culprit_file(directory).write_text(str(launch.worker))
 
     try:
-        observe(directory, variant, int(arguments[2]), script, failing=failing)
+        steps = int(arguments[2])
+        observe(directory, variant, steps, script, failing=failing, listen=reporting.listen)
     except Refused as refused:
         refusal_file(directory).write_text(str(refused))
         return _REFUSED
@@ -147,15 +153,16 @@ def _alike() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _redirect(errors: Path) -> None:
-    """Keep the script's output away from the terminal.
+def _redirect(errors: Path) -> int:
+    """Keep the script's output away from the terminal; return the number of the pipe to the parent.
 
-    The pipe to the parent stays open without being written to: its end tells that we ended.
+    It stays open: its end tells that we ended.
     """
-    os.dup(sys.stdout.fileno())
+    pipe = os.dup(sys.stdout.fileno())
     with open(os.devnull, "w") as nothing, errors.open("w") as file:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    return pipe
 
 
 def _show(error: BaseException, script: str) -> None:

@@ -1,6 +1,7 @@
 """How pushes become updates: each by itself, or with a bound averaged until a step is complete."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,6 +9,7 @@ from functools import partial
 import torch
 
 from poise.engine.modes import Stale
+from poise.errors import PoiseWarning
 from poise.torch.asynchronous.course import Course
 from poise.torch.asynchronous.flat import Flat
 from poise.torch.asynchronous.messages import Push
@@ -23,9 +25,13 @@ class Updates:
         self._steps = OpenSteps(parameters)
         self.factors: dict[int, float] = {}
         """What the rate of each worker's last push was multiplied by."""
+        self._told = False
+        """Whether it was said that a push was dropped."""
 
     def push(self, worker: int, push: Push, gradient: Flat, *, finite: bool) -> float:
         """Take a push, whose gradient counts if it is finite; return the seconds of waiting."""
+        if not finite:
+            self._tell(worker, push)
         if isinstance(self._course.engine.mode, Stale):
             return self._push_to_step(worker, push, gradient, finite=finite)
         return self._push_alone(worker, push, gradient, finite=finite)
@@ -47,6 +53,21 @@ class Updates:
                     staleness, factor = self._steps.apply(step, course.engine.step_factor)
                 course.engine = course.engine.applied(step, staleness)
                 self.factors.update(dict.fromkeys(staleness, factor))
+
+    def _tell(self, worker: int, push: Push) -> None:
+        """Say once that a push is dropped: whose it is, and of which step."""
+        if self._told:
+            return
+        self._told = True
+        step = self._course.engine.member(worker).shares(push.numbers)[-1].step
+        warnings.warn(
+            f"the gradient that worker {worker} pushed for its step {step} is not finite (NaN or "
+            "infinite) and is dropped; its samples count as trained on, and balancer.skipped "
+            "counts it and all later ones. Look at the loss and the samples of that worker, clip "
+            "gradients, or lower the learning rate",
+            PoiseWarning,
+            stacklevel=2,
+        )
 
     def _push_alone(self, worker: int, push: Push, gradient: Flat, *, finite: bool) -> float:
         start_s = time.perf_counter()
