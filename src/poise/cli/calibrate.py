@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, PoiseError
 from poise.records import read_record
 from poise.sim.calibration import Calibration, calibrated
 from poise.sim.calibration_text import scenario_text
@@ -32,7 +32,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def calibrate(run: str, out: str | None, *, as_json: bool) -> int:
     """Write a scenario file, or print it; return the exit code."""
-    found = calibrated(read_record(run))
+    record = read_record(run)
+    try:
+        found = calibrated(record)
+    except PoiseError as error:
+        raise InvalidSetting(f"{run}: {error}") from None
     text = scenario_text(found, Path(run).name)
     if out is not None:
         _write(Path(out), text)
