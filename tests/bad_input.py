@@ -39,6 +39,7 @@ from poise.lab.walk import checked_walk
 from poise.policy import Auto, Bounds, Fixed, LbBsp, OptPerf, Policy, Proportional, Static
 from poise.policy.base import Forecasting
 from poise.records import Recorder, read_record, replay
+from poise.runtime.settings import most_samples
 from poise.sim.scenario_file import declared_scenario
 from poise.sim.scenes import CORES, by_cores
 from poise.sim.simulate import observe
@@ -673,6 +674,7 @@ def settles(stated: dict[str, Any]) -> None:
     must(1 <= held.global_batch <= 2**40, f"global_batch={held.global_batch}")
     must(1 <= held.silent_s <= 1e7 and (held.hang_s is None or held.hang_s > 0), "no times")
     must(held.record is None or bool(os.fsencode(held.record)), f"record={held.record!r}")
+    must(most_samples(held.micro_batch, 0, 1) != 0, f"micro_batch={held.micro_batch}")
     Engine(held.policy, 1, held.global_batch, held.adapt).start()
 
 

@@ -212,6 +212,21 @@ def test_a_setting_that_cannot_be_is_refused(settings: dict[str, Any], message: 
     assert message in str(caught.value)
 
 
+def options_that_torch_refuses() -> list[str]:
+    messages = []
+    for options in ({"bucket_cap_mb": "x"}, {"bucket_cap_mb": 1e308}, {"mixed_precision": 3}):
+        with Balancer(8, ddp=options) as balancer, pytest.raises(InvalidSetting) as caught:
+            prepared(balancer)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_options_that_torch_refuses_are_named(workers: Workers) -> None:
+    for message in workers.run(options_that_torch_refuses, workers=1)[0]:
+        assert message.startswith("ddp={'")
+        assert "is refused by DistributedDataParallel (" in message
+
+
 def load_no_state() -> list[str]:
     messages = []
     with Balancer(8) as balancer:

@@ -114,6 +114,12 @@ class MemoryLine:
         }
         for name, entries in ranges.items():
             entries.check(name, getattr(self, name), self.workers)
+        refuse(
+            (self.count > 0) & (self.smallest > self.largest),
+            self.smallest,
+            "smallest",
+            "no local batch above the largest",
+        )
 
     def take(self, origin: Sequence[int | None]) -> "MemoryLine":
         """Return the lines of another set of workers; None stands for one that is new."""

@@ -110,9 +110,11 @@ class Engine:
         """
         saved = SavedEngine.of(state)
         start_batch = self.start_batch or saved.start_batch
-        adapted = None
-        if self.adapt is not None:
-            adapted = saved.adaptation() or self.adapt.start(start_batch)
+        adapted = saved.adaptation()  # read in any case: who saved it may have let it move
+        if self.adapt is None:
+            adapted = None
+        elif adapted is None:
+            adapted = self.adapt.start(start_batch)
         return revised(
             self,
             workers=saved.workers,

@@ -46,8 +46,10 @@ class Pool:
         """Read the pool from a state, in epochs of so many samples; raise if it is damaged."""
         position = whole_in(state, "position")
         try:
-            returned = tuple(sorted((start, stop) for start, stop in state["returned"]))
-            if not all(is_whole(each) for ends in returned for each in ends):
+            found = state["returned"]
+            returned = tuple(sorted((start, stop) for start, stop in found))
+            whole = all(is_whole(each) for ends in returned for each in ends)
+            if not (whole and isinstance(found, list | tuple)):
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise StateMismatch(

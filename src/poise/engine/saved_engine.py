@@ -39,13 +39,17 @@ class SavedEngine:
             check_split(self.split, self.workers, self.global_batch)
 
     def learned(self, kind: type) -> Any:
-        """Return the policy's state, or raise; one that knows its split knows the engine's."""
+        """Return the policy's state, or raise; one that has a split has the engine's."""
         found: Any = from_plain(kind, self.policy, f"state of a policy ({kind.__name__})")
         split = getattr(found, "split", None)
-        if split is not None and (len(split), sum(split)) != (self.workers, self.global_batch):
+        if split is None:
+            return found
+        right = (len(split), sum(split)) == (self.workers, self.global_batch)
+        if not right or (self.split and self.split != split):
             raise StateMismatch(
-                f"the policy of a saved engine has split={list(split)}, for workers={self.workers} "
-                f"and global_batch={self.global_batch}; it is damaged, load another one"
+                f"the policy of a saved engine has split={list(split)}, and the engine has "
+                f"workers={self.workers}, global_batch={self.global_batch} and "
+                f"split={list(self.split or ())}; it is damaged, load another one"
             )
         return found
 
