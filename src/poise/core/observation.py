@@ -98,8 +98,8 @@ class Observation:
             found[name] = values
             if not isinstance(values, np.ndarray) or values.ndim != dimensions or not values.size:
                 raise InvalidSetting(
-                    f"step {self.step} has {name}={values!r}; give an array of workers"
-                    + (" x buckets" if dimensions > 1 else "")
+                    f"step {self.step} has {name} of shape {np.shape(values)}; give an array of "
+                    "workers" + (" x buckets" if dimensions > 1 else "")
                 )
             if len(values) != len(self.split):
                 raise InvalidSetting(

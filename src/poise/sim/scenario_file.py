@@ -130,7 +130,7 @@ def declared_scenario(toml: Toml) -> Scenario:
         stride=tables["training"].whole("stride", 1, least=1),
         server=_numbers(Server, tables["server"], _SERVER),
         prices=_of_workers(workers, "price_per_hour", 0.0, _from_0, "a number from 0 up"),
-        error=tables["calibration"].number("error", None, most=100.0),
+        error=tables["calibration"].number("error", None),
         notes=_notes(tables["calibration"]),
     )
     check(toml, scenario)

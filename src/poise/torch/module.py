@@ -50,8 +50,8 @@ class Link:
                 raise
             said = str(error).splitlines()[0][:_SHORT]
             raise InvalidSetting(
-                f"ddp={dict(settings.ddp)!r} is refused by DistributedDataParallel ({said}); change "
-                "these options, or leave them out"
+                f"ddp={dict(settings.ddp)!r} is refused by DistributedDataParallel ({said}); "
+                "change these options, or leave them out"
             ) from error
         return Link.adopted(ddp, session, places, settings)
 
