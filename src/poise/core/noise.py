@@ -90,7 +90,15 @@ def noise_scale(
     >>> noise_scale([6, 2], [3.0, 5.0], 2.75).scale
     3.0
     """
-    return token_noise_scale(local_batches, local_batches, local_sqnorms, global_sqnorm)
+    b, norms = _numbers("local_batches", local_batches), _numbers("local_sqnorms", local_sqnorms)
+    if len(b) != len(norms):
+        raise InvalidSetting(
+            f"there are {len(b)} local_batches and {len(norms)} local_sqnorms; give one of each "
+            "per worker"
+        )
+    wrong = ~((b == 0) | ((b >= 1) & (b <= _MOST_COUNT)))
+    refuse(wrong, b, "local_batches", "finite numbers of samples; 0 is idle")
+    return token_noise_scale(b, b, norms, global_sqnorm)
 
 
 def token_noise_scale(

@@ -148,5 +148,6 @@ def _check_entry(step: object, split: object) -> None:
         )
     if isinstance(split, str) or not isinstance(split, Sequence):
         raise InvalidSetting(
-            f"Fixed has {split!r} for step {step}; give a list of local batches, one per worker"
+            f"Fixed has splits with {split!r} for step {step}; give a list of local batches, one "
+            "per worker"
         )
