@@ -183,7 +183,7 @@ def test_a_fit_survives_json() -> None:
     [
         (lambda data: data.pop("seen"), "needs seen"),
         (lambda data: data.update(extra=1), "has no extra"),
-        (lambda data: data.update(bucket_count="many"), "could not convert"),
+        (lambda data: data.update(bucket_count="many"), "bucket_count: 'many' is of another type"),
         (lambda data: data.update(split=[1.5]), "another type"),
         (lambda data: data.update(split=[True]), "another type"),
     ],

@@ -170,8 +170,8 @@ def test_the_order_of_workers_and_idle_ones_change_nothing(
 @pytest.mark.parametrize(
     ("batches", "local", "joint", "message"),
     [
-        ([4, 4], [1.0], 1.0, "2 counts, 2 squared counts and 1 norms"),
-        ([4, -1], [1.0, 1.0], 1.0, r"counts\[1\] is -1.0; give finite numbers from 0 up"),
+        ([4, 4], [1.0], 1.0, "2 local_batches and 1 local_sqnorms"),
+        ([4, -1], [1.0, 1.0], 1.0, r"local_batches\[1\] is -1.0; give finite numbers of samples"),
         ([4, 0], [1.0, 1.0], 1.0, "1 of 2 workers have samples"),
         ([], [], 1.0, "0 of 0 workers"),
         ([4, 4], [1.0, float("nan")], 1.0, r"local_sqnorms\[1\] is nan; .* leave this step out"),
@@ -179,7 +179,7 @@ def test_the_order_of_workers_and_idle_ones_change_nothing(
         ([4, 4], [-1.0, 1.0], 1.0, r"local_sqnorms\[0\] is -1.0"),
         ([4, 4], [1.0, 1.0], float("nan"), "global_sqnorm=nan .* leave this step out"),
         ([4, 4], [1.0, 1.0], -1.0, "global_sqnorm=-1.0"),
-        ([[4, 4]], [1.0, 1.0], 1.0, "counts has 2 dimensions"),
+        ([[4, 4]], [1.0, 1.0], 1.0, "local_batches has 2 dimensions"),
     ],
 )
 def test_wrong_input_is_refused_with_the_reason(

@@ -299,7 +299,10 @@ def test_drawing_needs_no_state_of_matplotlib(file: Path) -> None:
         (["--global-batch", "0"], "--global-batch 0 is not a number of samples; give a whole"),
         (["--global-batch", "abc"], "--global-batch abc is not a number of samples; give a whole"),
         (["--global-batch", "9" * 13], "--global-batch 9999999999999 is not a number of samples"),
-        (["--global-batch", "1"], "global_batch=1 is less than all min_batch together, 2 "),
+        (
+            ["--global-batch", "1"],
+            "cluster.toml: global_batch=1 is less than all",
+        ),
         (["--global-batch", "8", "--sweep", "a.pdf"], "--sweep a.pdf is not a picture"),
         (["--global-batch", "8", "--sweep", "no/a.png"], "no/a.png cannot be written: No such"),
         (["--global-batch", "8", "--noise-scale", "-1"], "--noise-scale -1 is not a noise scale"),
@@ -320,7 +323,7 @@ def test_a_wrong_option_is_refused_in_one_line(
 def test_more_than_the_workers_can_take_is_refused(capsys: Capture, file: Path) -> None:
     file.write_text(CLUSTER.replace("[[worker]]", "[[worker]]\nmax_batch = 9"))
     message = refused(capsys, file, "--global-batch", 19)
-    assert message.startswith("global_batch=19 is more than all workers may take, 18 ")
+    assert message.startswith("cluster.toml: global_batch=19 is more than all workers may ")
 
 
 WORKER = f"[[worker]]\n{FAST}\n"

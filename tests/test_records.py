@@ -190,10 +190,12 @@ def test_what_is_no_record_is_refused_with_the_line(
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetting, match="cannot be read"):
+    with pytest.raises(InvalidSetting, match=r"there is no file .*none\.jsonl; give the path"):
         read_record(tmp_path / "none.jsonl")
+    with pytest.raises(InvalidSetting, match="is a directory"):
+        read_record(tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidSetting, match="cannot be read"):
+    with pytest.raises(InvalidSetting, match="is not text in UTF-8"):
         read_record(tmp_path / "bytes")
 
 

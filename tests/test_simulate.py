@@ -513,7 +513,7 @@ def test_a_calibration_is_not_overwritten_and_needs_enough_steps(capsys: Capture
     assert main(["calibrate", "short.jsonl"]) == 2
     assert "the record has 11 steps that all of its last 3 workers" in capsys.readouterr().err
     assert main(["calibrate", "none.jsonl"]) == 2
-    assert "cannot be read as a record" in capsys.readouterr().err
+    assert "there is no file none.jsonl; give the path of a record" in capsys.readouterr().err
 
 
 def test_a_calibration_as_json_holds_the_scenario(capsys: Capture) -> None:

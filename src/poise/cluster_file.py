@@ -17,12 +17,13 @@ forward_s = [0.0004, 0.004]
 backward_s = [0.0008, 0.006]
 """
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from poise.core.cluster import Network, Worker
+from poise.core.goodput import MOST_NOISE
+from poise.core.limits import UNLIMITED
 from poise.errors import InvalidSetting
 from poise.numbers import is_number, is_whole
 from poise.toml_file import Table, Toml, read_toml
@@ -124,10 +125,10 @@ def _training(toml: Toml) -> tuple[float | None, int | None]:
     table = toml.table("training")
     table.check_keys(_TRAINING)
     scale, start = table.values.get("noise_scale"), table.values.get("start_batch")
-    if scale is not None and not (is_number(scale) and 0 <= scale < math.inf):
-        raise table.refused("noise_scale", "samples from 0 up")
-    if start is not None and not (is_whole(start) and start >= 1):
-        raise table.refused("start_batch", "a whole number from 1 up")
+    if scale is not None and not (is_number(scale) and 0 <= scale <= MOST_NOISE):
+        raise table.refused("noise_scale", f"samples from 0 up to {MOST_NOISE:g}")
+    if start is not None and not (is_whole(start) and 1 <= start <= UNLIMITED):
+        raise table.refused("start_batch", f"a whole number from 1 up to {UNLIMITED}")
     return (None if scale is None else float(scale)), start
 
 

@@ -13,7 +13,11 @@ from poise.errors import InvalidSetting
 
 def check_script(script: Sequence[str]) -> None:
     """Raise unless the script, given with its arguments, is a file."""
-    if not Path(script[0]).is_file():
+    try:
+        there = Path(script[0]).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        there = False
+    if not there:
         raise InvalidSetting(f"there is no script {script[0]}; give the path of a Python file")
 
 

@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, PoiseError
 from poise.records import Series, read_series
 from poise.sim.calibration import Calibration, calibrated
 from poise.sim.calibration_text import scenario_text
@@ -38,7 +38,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def calibrate(run: str, out: str | None, *, as_json: bool) -> int:
     """Write a scenario file, or print it; return the exit code."""
     series = read_series(run)
-    found = calibrated(*series)
+    try:
+        found = calibrated(*series)
+    except PoiseError as error:
+        raise InvalidSetting(f"{run}: {error}") from None
     text = scenario_text(found, Path(run).name)
     if out is not None:
         _write(Path(out), text)

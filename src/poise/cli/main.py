@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is None:  # not about a file that somebody named
+            raise
+        print(f"poise: {error.filename!s}: {error.strerror}", file=sys.stderr)
+        return _FAILED
     except KeyboardInterrupt:
         print("poise: interrupted", file=sys.stderr)
         return _INTERRUPTED

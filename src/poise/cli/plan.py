@@ -17,9 +17,10 @@ from poise.cli.options import require
 from poise.cli.plan_findings import Findings, Learning, Planned, find
 from poise.cluster_file import Kind, read_cluster
 from poise.core.cluster import Worker
+from poise.core.goodput import MOST_NOISE
 from poise.core.planning import Worth
 from poise.core.timing import Bound
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, PoiseError
 
 MOST_ROWS = 40
 """A longer table is cut; the JSON is not."""
@@ -96,7 +97,10 @@ def plan(
             raise InvalidSetting(
                 "--start-batch means nothing without a noise scale; give --noise-scale too"
             )
-    findings = find(cluster, batch, scale, start)
+    try:
+        findings = find(cluster, batch, scale, start)
+    except PoiseError as error:
+        raise InvalidSetting(f"{file}: {error}") from None
     if picture is not None:
         from poise.cli.plan_sweep import draw  # not above: it needs matplotlib
 
@@ -130,9 +134,9 @@ def _scale(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
+    if not 0 <= value <= MOST_NOISE:
         raise InvalidSetting(
-            f"--noise-scale {text} is not a noise scale; give a number of samples from 0 up"
+            f"--noise-scale {text} is not a noise scale; give a number of samples from 0 to 1e15"
         )
     return value
 

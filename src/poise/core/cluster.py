@@ -16,7 +16,7 @@ Line = tuple[float, float]
 """Seconds per sample, and fixed seconds."""
 
 
-_MOST = 1e30
+_MOST_BYTES = 1e17
 _LEAST_S, _MOST_S = 1e-15, 1e9
 """Seconds beyond which a time is a mistake."""
 
@@ -53,6 +53,8 @@ class Worker:
     """What each sample of a batch that is computed at once takes."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isprintable():
+            raise InvalidSetting(f"a worker has name={self.name!r}; give text on one line")
         given = [line is not None for line in (self.forward_s, self.backward_s, self.ready_s)]
         if given not in ([True, True, False], [False, False, True]):
             raise InvalidSetting(
@@ -67,8 +69,11 @@ class Worker:
             object.__setattr__(self, "ready_s", ready)
         for name in ("input_s", "memory_bytes", "fixed_bytes", "bytes_per_sample"):
             value = getattr(self, name)
-            if value is not None and not _is_amount(value):
-                raise InvalidSetting(f"{self._who} has {name}={value!r}; give a number from 0 up")
+            most = _MOST_S if name == "input_s" else _MOST_BYTES
+            if value is not None and not _is_amount(value, most):
+                raise InvalidSetting(
+                    f"{self._who} has {name}={value!r}; give a number from 0 up to {most:g}"
+                )
         for name, least in (("min_batch", 0), ("max_batch", 0), ("multiple_of", 1)):
             self._check_whole(name, least)
         self._check_whole("micro_batch", 1)
@@ -112,7 +117,7 @@ class Worker:
 
     def _line(self, name: str, line: object) -> Line:
         pair = tuple(line) if isinstance(line, list | tuple) else ()
-        if len(pair) != 2 or not all(_is_amount(number) for number in pair):  # noqa: PLR2004
+        if len(pair) != 2 or not all(is_number(each) and each >= 0 for each in pair):  # noqa: PLR2004
             raise InvalidSetting(
                 f"{self._who} has {name}={line!r}; give two numbers from 0 up: seconds per "
                 "sample, fixed seconds"
@@ -171,6 +176,11 @@ def speed_model(workers: Sequence[Worker], network: Network) -> SpeedModel:
     """Return the arrays that declared workers stand for."""
     if not workers:
         raise InvalidSetting("there are no workers; a cluster needs at least 1")
+    for worker in workers:
+        if not isinstance(worker, Worker):
+            raise InvalidSetting(f"workers has {worker!r}; give Worker(...) for each")
+    if not isinstance(network, Network):
+        raise InvalidSetting(f"network={network!r} is no network; give Network(...)")
     for number, worker in enumerate(workers):
         if worker.micro_batch and worker.most_at_once < 1:
             raise InfeasibleSplit(
@@ -209,14 +219,15 @@ def _ring(workers: int) -> float:
     return (workers - 1) / workers
 
 
-def _is_amount(value: object) -> bool:
-    return is_number(value) and 0 <= value <= _MOST
+def _is_amount(value: object, most: float = _MOST_S) -> bool:
+    return is_number(value) and 0 <= value <= most
 
 
 def _numbers(name: str, values: object) -> tuple[float, ...]:
     found = tuple(values) if isinstance(values, list | tuple) else ()
     if not found or not all(_is_amount(value) for value in found):
         raise InvalidSetting(
-            f"the network has {name}={values!r}; give a list of numbers from 0 up, one per bucket"
+            f"the network has {name}={values!r}; give a list of numbers from 0 up to {_MOST_S:g}, "
+            "one per bucket"
         )
     return tuple(float(value) for value in found)

@@ -16,14 +16,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
+from poise.core.entries import ANY, BATCHES, SHORTEST_S, TIMES, Entries, check_local_batches
+from poise.core.entries import check_within as check
 from poise.core.observation import Observation
 from poise.core.revised import revised
 from poise.core.rows import with_rows_of
 from poise.core.split import Split
 from poise.core.timing import Flags, Floats, Ints, SpeedModel
+from poise.errors import InvalidSetting
 
 FIXED_PRIOR = (0.3, 0.3)
 SLOPE_PRIOR = (0.7, 0.5)
@@ -131,6 +135,23 @@ class Fit:
             input_s=per_worker,
         )
 
+    def check_loaded(self) -> None:
+        """Raise unless these can be sums over measured steps: what follows is finite then."""
+        workers, buckets = len(self.first_batch), self.first_s.shape[-1] if self.first_s.ndim else 0
+        for name, (entries, *columns) in _SAVED.items():
+            shape = (workers, *(buckets if each < 0 else each for each in columns))
+            entries.check(name, getattr(self, name), *shape)
+        TIMES.check("bucket_s", self.bucket_s, buckets)
+        check("bucket_count", self.bucket_count, 0, REDUCTIONS)
+        check_local_batches("split", self.split, workers)
+        if not workers or not buckets:
+            raise InvalidSetting("first_s has no entries; at least one worker is required")
+        if (np.isnan(self.first_s) != np.isnan(self.first_batch)[:, None]).any():
+            raise InvalidSetting("first_s and first_batch are not known of the same workers")
+        w, wx, wxx = self.pool.T
+        if (wx * wx > w * wxx * (1 + 1e-6)).any():  # Cauchy and Schwarz
+            raise InvalidSetting("pool has moments that no measurements have")
+
     @property
     def workers(self) -> int:
         """How many there are."""
@@ -201,7 +222,7 @@ class Fit:
         if first.split != fit.split:
             fit = fit._new_window(first.split)
         batches = first.batches
-        usable = (batches > 0) & ~np.isnan(times).any(axis=2) & (times[:, :, -1] > 0)
+        usable = (batches > 0) & ~np.isnan(times).any(axis=2) & (times[:, :, -1] >= SHORTEST_S)
         for number, observation in enumerate(alike):
             usable[number, list(observation.compiling)] = False
         fit = fit._first_samples(batches, times, usable)
@@ -596,6 +617,28 @@ _PER_WORKER = (
     "run",
     "input_s",
 )
+
+
+_SAVED: dict[str, tuple[Any, ...]] = {
+    "first_batch": (Entries(least=1.0, most=BATCHES.most, unknown=True),),
+    "first_s": (Entries(least=SHORTEST_S, unknown=True), -1),
+    "pool": (Entries(most=1e20), 3),
+    "pool_y": (Entries(most=1e20), -1),
+    "pool_xy": (Entries(most=1e20), -1),
+    "moved": (ANY,),
+    "level_before": (Entries(),),
+    "seen": (Entries(most=MEMORY),),
+    "mean_y": (Entries(), -1),
+    "deviations": (ANY, 3),
+    "last_deviation": (ANY,),
+    "rising": (Entries(),),
+    "falling": (Entries(),),
+    "recent": (ANY, RECENT),
+    "changed_by": (Entries(least=1e-12),),
+    "run": (Entries(),),
+    "input_s": (TIMES,),
+}
+"""What a saved fit may hold, and how many columns besides workers: -1 is one per bucket."""
 
 
 def _combined(tables: Sequence[Floats], factors: Sequence[Floats], over: Floats) -> Floats:

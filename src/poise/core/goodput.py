@@ -16,10 +16,11 @@ from itertools import pairwise
 import numpy as np
 
 from poise.core.cluster import Network, Worker, limits_of, speed_model
-from poise.core.limits import Limits
+from poise.core.limits import UNLIMITED, Limits
 from poise.core.split import capacity_within, optimal_split, water_level
 from poise.core.timing import Floats, SpeedModel
 from poise.errors import InfeasibleSplit, InvalidSetting
+from poise.numbers import check_number, check_whole
 
 _AROUND = 2
 """How many whole batches on each side of a candidate are looked at."""
@@ -30,6 +31,9 @@ _FINALISTS = 12
 _NEARBY = 1.02
 """By this factor a batch next to a candidate may be better than the candidate."""
 _MOST_LEVELS = 400
+MOST_NOISE = 1e15
+"""Samples; a larger noise scale is a mistake."""
+_ENDS = 2
 _SPARE = 1e-9
 
 
@@ -64,6 +68,12 @@ def best_global_batch(
     90
     """
     model = speed_model(workers, network or Network())
+    check_number("best_global_batch", "noise_scale", noise_scale, 0, MOST_NOISE)
+    check_whole("best_global_batch", "start", start, 1, UNLIMITED)
+    if not isinstance(allowed, list | tuple) or len(allowed) != _ENDS:
+        raise InvalidSetting(f"allowed={allowed!r} is no range; give (lowest, highest)")
+    for end in allowed:
+        check_whole("best_global_batch", "allowed", end, 1, UNLIMITED)
     return best_batch(model, limits_of(workers), noise_scale, start, allowed)
 
 

@@ -17,6 +17,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+from poise.core.entries import BATCHES, MOST_BYTES, Entries
+from poise.core.limits import UNLIMITED
 from poise.core.rows import refuse, with_rows_of
 from poise.core.timing import Floats
 from poise.errors import InvalidSetting
@@ -96,6 +98,27 @@ class MemoryLine:
             batch_peak=self.batch_peak + b_left * p_off,
             smallest=np.where(measured, np.minimum(self.smallest, b), self.smallest),
             largest=np.where(measured, np.maximum(self.largest, b), self.largest),
+        )
+
+    def check_loaded(self) -> None:
+        """Raise unless these can be sums over measured peaks."""
+        ranges = {
+            "count": Entries(),
+            "mean_batch": BATCHES,
+            "mean_peak": Entries(most=MOST_BYTES),
+            "batch_sq": Entries(most=1e36),
+            "batch_peak": Entries(least=-1e42, most=1e42),
+            "smallest": Entries(most=np.inf),
+            "largest": Entries(least=-np.inf, most=float(UNLIMITED)),
+            "ceiling": Entries(most=np.inf),
+        }
+        for name, entries in ranges.items():
+            entries.check(name, getattr(self, name), self.workers)
+        refuse(
+            (self.count > 0) & (self.smallest > self.largest),
+            self.smallest,
+            "smallest",
+            "no local batch above the largest",
         )
 
     def take(self, origin: Sequence[int | None]) -> "MemoryLine":

@@ -26,9 +26,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from poise.core.entries import check_within
 from poise.core.rows import refuse
 from poise.core.timing import Floats
 from poise.errors import InvalidSetting
+from poise.numbers import is_number
 
 GROUPS = 2
 """The fewest local gradients that show a difference."""
@@ -36,6 +38,8 @@ _ROUNDING = 1e-6
 """Counts may have been added up in single precision."""
 _LARGEST_SQUARE = 1e70
 """The square of this is still far from the largest number."""
+_MOST_COUNT = 1e18
+"""Samples, or tokens, of one worker in one step."""
 _LARGEST_EXPONENT = 700.0
 """e to this power is still a finite number."""
 
@@ -86,7 +90,15 @@ def noise_scale(
     >>> noise_scale([6, 2], [3.0, 5.0], 2.75).scale
     3.0
     """
-    return token_noise_scale(local_batches, local_batches, local_sqnorms, global_sqnorm)
+    b, norms = _numbers("local_batches", local_batches), _numbers("local_sqnorms", local_sqnorms)
+    if len(b) != len(norms):
+        raise InvalidSetting(
+            f"there are {len(b)} local_batches and {len(norms)} local_sqnorms; give one of each "
+            "per worker"
+        )
+    wrong = ~((b == 0) | ((b >= 1) & (b <= _MOST_COUNT)))
+    refuse(wrong, b, "local_batches", "finite numbers of samples; 0 is idle")
+    return token_noise_scale(b, b, norms, global_sqnorm)
 
 
 def token_noise_scale(
@@ -111,18 +123,18 @@ def token_noise_scale(
             f"there are {len(c)} counts, {len(q)} squared counts and {len(norms)} norms; "
             "give one of each per worker"
         )
-    refuse(~(np.isfinite(c) & (c >= 0)), c, "counts", "finite numbers from 0 up; 0 is idle")
+    refuse(~((c >= 0) & (c <= _MOST_COUNT)), c, "counts", "finite numbers from 0 up; 0 is idle")
     busy = c > 0
     if np.count_nonzero(busy) < GROUPS:
         raise InvalidSetting(
             f"{np.count_nonzero(busy)} of {len(c)} workers have samples; noise shows between at "
             "least 2 local gradients; add workers, or give each micro-batch as a worker"
         )
-    norms_wrong = busy & ~(np.isfinite(norms) & (norms >= 0))
+    norms_wrong = busy & ~((norms >= 0) & (norms < _LARGEST_SQUARE))
     refuse(norms_wrong, norms, "local_sqnorms", "finite numbers from 0 up; leave this step out")
-    if not 0 <= global_sqnorm < math.inf:
+    if not (is_number(global_sqnorm) and 0 <= global_sqnorm < _LARGEST_SQUARE):
         raise InvalidSetting(
-            f"global_sqnorm={global_sqnorm} is not a finite number from 0 up; leave this step out"
+            f"global_sqnorm={global_sqnorm!r} is not a finite number from 0 up; leave this step out"
         )
     c, q, norms = c[busy], q[busy], norms[busy]
     wrong = ~((q > 0) & (q <= c * c * (1 + _ROUNDING)))
@@ -183,7 +195,9 @@ def summed_noise_scale(sums: GroupSums, global_sqnorm: float) -> NoiseEstimate |
     >>> summed_noise_scale(groups, 2.75)
     NoiseEstimate(trace=6.0, grad_sq=2.0, samples=8.0)
     """
-    if not all(math.isfinite(each) for each in (*sums, global_sqnorm)) or not sums.total > 0:
+    if not all(0 <= each < _LARGEST_SQUARE**2 for each in (*sums, global_sqnorm)):
+        return None
+    if not (sums.total > 0 and sums.squares > 0 and sums.samples < math.inf):
         return None
     if sums.between <= _ROUNDING / sums.samples:
         return None
@@ -251,6 +265,19 @@ class NoiseTrack:
             )
         if self.estimates < 0 or not all(map(math.isfinite, vars(self).values())):
             raise InvalidSetting("a noise track has numbers that are not finite; start a new one")
+
+    def check_loaded(self) -> None:
+        """Raise unless these can be averages over estimates."""
+        most = 2 * _LARGEST_SQUARE
+        check_within("memory_samples", self.memory_samples, 1, 1e18)
+        check_within("estimates", self.estimates, 0, 1e18)
+        for name in ("weight", "weight_sq"):
+            check_within(name, getattr(self, name), 0, 1 + _ROUNDING)
+        for name in ("trace", "grad_sq"):
+            check_within(name, getattr(self, name), -most, most)
+        for name in ("trace_var", "grad_sq_var"):
+            check_within(name, getattr(self, name), 0, most**2)
+        check_within("covariance", self.covariance, -(most**2), most**2)
 
     def update(self, estimate: NoiseEstimate) -> "NoiseTrack":
         """Return the track with one more step."""
@@ -328,7 +355,10 @@ def _student(z: float, degrees: float) -> float:
 
 
 def _numbers(name: str, values: ArrayLike) -> Floats:
-    found = np.asarray(values, dtype=np.float64)
+    try:
+        found = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidSetting(f"{name}={values!r} are no numbers; give one per worker") from None
     if found.ndim != 1:
         raise InvalidSetting(f"{name} has {found.ndim} dimensions; give one number per worker")
     return found

@@ -6,6 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
+from poise.core.entries import LONGEST_S, MOST_BYTES, check_local_batches, check_within
+from poise.core.limits import UNLIMITED
+from poise.core.plain import MOST_COUNTED
 from poise.core.split import Split
 from poise.core.timing import Floats
 from poise.errors import InvalidSetting
@@ -75,6 +78,15 @@ class Observation:
             )
         return self.ready_s
 
+    def check_loaded(self) -> None:
+        """Raise unless it can be an observation of a step."""
+        check_local_batches("split", self.split)
+        for name in ("step", "epoch"):
+            check_within(name, getattr(self, name), 0, MOST_COUNTED)
+        if not all(0 <= worker < len(self.split) for worker in self.compiling):
+            raise InvalidSetting(f"compiling={list(self.compiling)} are not all among the workers")
+        self.check()
+
     def check(self) -> None:
         """Raise unless every number can be what it says it is."""
         found: dict[str, Floats] = {}
@@ -86,8 +98,8 @@ class Observation:
             found[name] = values
             if not isinstance(values, np.ndarray) or values.ndim != dimensions or not values.size:
                 raise InvalidSetting(
-                    f"step {self.step} has {name}={values!r}; give an array of workers"
-                    + (" x buckets" if dimensions > 1 else "")
+                    f"step {self.step} has {name} of shape {np.shape(values)}; give an array of "
+                    "workers" + (" x buckets" if dimensions > 1 else "")
                 )
             if len(values) != len(self.split):
                 raise InvalidSetting(
@@ -106,16 +118,19 @@ class Observation:
 def _check_times(step: int, found: dict[str, Floats]) -> None:
     """Raise if a number is negative or infinite: one look at all of them, since that is quick."""
     every = np.concatenate([np.zeros(1), *(values.ravel() for values in found.values())])
-    if np.fmin.reduce(every) >= 0 and np.fmax.reduce(every) < np.inf:
+    if np.fmin.reduce(every) >= 0 and np.fmax.reduce(every) <= LONGEST_S:
         return
     for name, values in found.items():
-        for place in np.argwhere((values < 0) | np.isinf(values)):
+        most = _MOST.get(name, LONGEST_S)
+        for place in np.argwhere((values < 0) | (values > most)):
             raise InvalidSetting(
                 f"step {step} has {name}={values[tuple(place)]} on worker {place[0]}; "
-                "give a finite number from 0 up, or NaN for not measured"
+                f"give a number from 0 to {most:.0e}, or NaN for not measured"
             )
 
 
+_MOST = {"memory_bytes": MOST_BYTES, "memory_limit_bytes": MOST_BYTES, "group_sums": 1e300}
+"""What is no time; of norms whose square is infinite nothing is learned."""
 _TABLES = ("ready_s", "done_s", "group_sums")
 """The measurements with several numbers per worker,"""
 _ROWS = ("wait_s", "load_s", "input_s", "update_s", "memory_bytes", "memory_limit_bytes")
@@ -148,6 +163,13 @@ class Change:
                 "name workers that were there, and keep at least one"
             )
         return Change(origin, global_batch)
+
+    def check_loaded(self) -> None:
+        """Raise unless it can be a change of a cluster."""
+        if not self.origin or not 1 <= self.global_batch <= UNLIMITED:
+            raise InvalidSetting(
+                f"origin={list(self.origin)} and global_batch={self.global_batch} are no cluster"
+            )
 
     def check(self, workers: int) -> None:
         """Raise unless each worker that is known was one of so many."""

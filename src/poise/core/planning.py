@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poise.core.cluster import Network, Worker, limits_of, speed_model
+from poise.core.limits import UNLIMITED
 from poise.core.plan import Plan, best_plan
 from poise.core.split import Optimum, optimal_split
 from poise.errors import InfeasibleSplit, InvalidSetting
-from poise.numbers import is_whole
+from poise.numbers import check_whole
 
 
 def plan(workers: Sequence[Worker], network: Network | None = None, *, global_batch: int) -> Plan:
@@ -22,10 +23,7 @@ def plan(workers: Sequence[Worker], network: Network | None = None, *, global_ba
     >>> round(best.predict((32, 32)) / best.step_s, 2)  # how much longer the even split takes
     1.86
     """
-    if not is_whole(global_batch) or global_batch < 1:
-        raise InvalidSetting(
-            f"global_batch={global_batch!r} is not a number of samples; give a whole number from 1"
-        )
+    check_whole("a plan", "global_batch", global_batch, 1, UNLIMITED)
     return best_plan(speed_model(workers, network or Network()), limits_of(workers), global_batch)
 
 

@@ -5,14 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from poise.core.entries import BATCHES, check_within
 from poise.core.goodput import best_batch, efficiency, goodput, most_goodput
 from poise.core.learning_rate import gain, gain_within, steady_gain
+from poise.core.limits import UNLIMITED
 from poise.core.noise import GroupSums, NoiseTrack, summed_noise_scale
 from poise.core.observation import Observation
 from poise.core.plan import Forecast
 from poise.core.revised import revised
 from poise.core.timing import Floats
 from poise.errors import InvalidSetting
+from poise.numbers import check_number, check_whole
 
 _CLIPPING_MEMORY = 10
 """Steps looked at of which the share of clipped ones is taken."""
@@ -56,6 +59,23 @@ class AdaptationState:
             return False
         return bool(np.mean(self.most_local > _APART * self.least_local) >= _HALF)
 
+    def check_loaded(self) -> None:
+        """Raise unless these can be what was seen of steps; how many workers is checked later."""
+        for name in ("observed", "looked"):
+            check_within(name, getattr(self, name), 0, 1e18)
+        check_within("quiet", self.quiet, 0, _SELDOM)
+        check_within("gain", self.gain, 1e-12, 1e12)
+        if not self.tried[0] <= self.tried[1] <= UNLIMITED:
+            raise InvalidSetting(f"tried={list(self.tried)} are no global batches that rise")
+        least, most = self.least_local, self.most_local
+        if (least is None) != (most is None):
+            raise InvalidSetting("one of least_local and most_local is missing")
+        if least is not None and most is not None:
+            BATCHES.check("least_local", least, len(least))
+            BATCHES.check("most_local", most, len(least))
+            if (least > most).any():
+                raise InvalidSetting("least_local is above most_local for a worker")
+
     def __post_init__(self) -> None:
         counts = (self.observed, self.quiet, self.looked, *self.tried)
         if min(counts) < 0 or not 0 < self.gain < math.inf or not 0 <= self.clipped_share <= 1:
@@ -83,11 +103,16 @@ class Adaptation:
     """Global batches at the start that the noise is averaged over."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.lowest <= self.highest:
+        for name in ("lowest", "highest"):
+            check_whole("adapt", name, getattr(self, name), 1, UNLIMITED)
+        if not self.lowest <= self.highest:
             raise InvalidSetting(
-                f"the global batch may lie from {self.lowest} to {self.highest}; "
-                "give a range from 1 that rises"
+                f"adapt=({self.lowest}, {self.highest}) is no range of global batches; give one "
+                "that rises"
             )
+        check_number("adapt", "least_gain", self.least_gain, 0, 1)
+        check_whole("adapt", "every", self.every, 1, 10**9)
+        check_whole("adapt", "memory", self.memory, 1, 10**9)
 
     def start(self, start_batch: int) -> AdaptationState:
         """Return the first state; start_batch is what the learning rate was chosen for."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from poise.core.membership import Identity, origins
 from poise.core.observation import Change, Event
-from poise.core.plain import whole_in
+from poise.core.plain import check_state, whole_in
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
 from poise.core.split import apportion
@@ -28,7 +28,7 @@ from poise.engine.member import Group, Member, Share, Tally
 from poise.engine.modes import Async, Stale
 from poise.engine.pool import Pool, count_of
 from poise.engine.round import Report, Round, observation_of
-from poise.errors import OutOfOrder
+from poise.errors import OutOfOrder, StateMismatch
 
 _MOST_REPORTS = 64
 """Of a worker in one round: the last ones, while another takes its time."""
@@ -295,8 +295,14 @@ class AsyncEngine:
         """Return an engine that goes on from a saved place, before any worker joins."""
         if self.members:
             raise OutOfOrder("a state is loaded before workers join; call it after prepare")
+        check_state(state)
         known = self.engine.load_state_dict(state.get("engine", {}))
-        labels = tuple(str(each) for each in state.get("labels", ()))
+        if known.global_batch != self.engine.global_batch:
+            raise StateMismatch(
+                f"the engine of the state has global_batch={known.global_batch} and this training "
+                f"{self.engine.global_batch}; load the state of this training"
+            )
+        labels = _labels(state.get("labels"))
         return revised(
             self,
             engine=known if known.workers == len(labels) else self.engine,
@@ -375,3 +381,13 @@ class AsyncEngine:
         plan, engine = self.engine.update(events, step)
         timetable = self.timetable if plan is None else self.timetable.announce(plan)
         return Round(events, step, plan), revised(self, engine=engine, timetable=timetable)
+
+
+def _labels(saved: object) -> tuple[str, ...]:
+    """Return the labels of the workers that a state knows, or raise StateMismatch."""
+    if not isinstance(saved, list | tuple) or not all(isinstance(each, str) for each in saved):
+        raise StateMismatch(
+            f"the state has labels={saved!r}, which is not a list of texts; it is damaged, load "
+            "another one"
+        )
+    return tuple(saved)

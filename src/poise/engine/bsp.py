@@ -6,12 +6,13 @@ from typing import Any
 
 from poise.core.learning_rate import gain_within
 from poise.core.observation import Change, Event
-from poise.core.plain import from_plain, to_plain
+from poise.core.plain import to_plain
 from poise.core.plan import Plan, Timetable
 from poise.core.revised import revised
 from poise.core.split import Split, check_split
 from poise.engine.adaptation import Adaptation, AdaptationState
-from poise.errors import InvalidSetting, StateMismatch
+from poise.engine.saved_engine import SavedEngine
+from poise.errors import InvalidSetting
 from poise.policy import Decision, Forecasting, Policy
 
 
@@ -107,25 +108,21 @@ class Engine:
         Whether the global batch may move is this engine's own to say, and so is the global batch
         of the start, for which the learning rate is chosen.
         """
-        if missing := {"workers", "global_batch", "start_batch", "policy", "adapted"} - set(state):
-            raise StateMismatch(
-                f"this is not the state of an engine: it lacks {sorted(missing)}; load another one"
-            )
-        start_batch = self.start_batch or state["start_batch"]
-        split = tuple(int(local) for local in state.get("split", ()))
-        adapted = None
-        if self.adapt is not None and state["adapted"] is not None:
-            adapted = from_plain(AdaptationState, state["adapted"])
-        elif self.adapt is not None:
+        saved = SavedEngine.of(state)
+        start_batch = self.start_batch or saved.start_batch
+        adapted = saved.adaptation()  # read in any case: who saved it may have let it move
+        if self.adapt is None:
+            adapted = None
+        elif adapted is None:
             adapted = self.adapt.start(start_batch)
         return revised(
             self,
-            workers=state["workers"],
-            global_batch=state["global_batch"],
+            workers=saved.workers,
+            global_batch=saved.global_batch,
             start_batch=start_batch,
-            state=from_plain(self.policy.state_type, state["policy"]),
+            state=saved.learned(self.policy.state_type),
             adapted=adapted,
-            split=check_split(split, state["workers"], sum(split)) if split else (),
+            split=saved.split or (),
         )
 
     def _taken_in(self, events: Sequence[Event]) -> tuple["Engine", list[Event]]:

@@ -6,11 +6,13 @@ out before new ones. So every sample is pushed exactly once per epoch, whoever c
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from poise.core.plain import whole_in
 from poise.core.revised import revised
 from poise.errors import StateMismatch
+from poise.numbers import is_whole
 
 Range = tuple[int, int]
 """Positions from start to stop - 1 in the epoch's order."""
@@ -44,13 +46,18 @@ class Pool:
         """Read the pool from a state, in epochs of so many samples; raise if it is damaged."""
         position = whole_in(state, "position")
         try:
-            returned = tuple((int(start), int(stop)) for start, stop in state["returned"])
+            found = state["returned"]
+            returned = tuple(sorted((start, stop) for start, stop in found))
+            whole = all(is_whole(each) for ends in returned for each in ends)
+            if not (whole and isinstance(found, list | tuple)):
+                raise ValueError
         except (KeyError, TypeError, ValueError):
             raise StateMismatch(
                 f"the state has returned={state.get('returned')!r}, which are no ranges of "
                 "samples; it is damaged, load another one"
             ) from None
         inside = all(0 <= start < stop <= position for start, stop in returned)
+        inside &= all(one[1] <= other[0] for one, other in pairwise(returned))
         if not inside or position > length:
             raise StateMismatch(
                 f"the state is at position {position} with {list(returned)} left out, in "

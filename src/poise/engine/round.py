@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from poise.core.entries import LONGEST_S, MOST_BYTES, SHORTEST_S
 from poise.core.observation import Event, Observation
 from poise.core.plan import Plan
 from poise.core.timing import Floats
 from poise.engine.bsp import Engine
 
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
-_MOST_BYTES = 1e18
 _MEASURED = ("wait_s", "load_s", "input_s", "memory_bytes", "memory_limit_bytes")
 """What a report and an observation have under the same name."""
 
@@ -36,9 +35,9 @@ class Report:
         sizes = (self.memory_bytes, self.memory_limit_bytes)
         return (
             0 <= self.samples <= global_batch
-            and not 0 < self.iteration_s < _SHORTEST_S  # others may be what rounding leaves
-            and all(np.isnan(time_s) or 0 <= time_s <= _LONGEST_S for time_s in times_s)
-            and all(np.isnan(size) or 0 <= size <= _MOST_BYTES for size in sizes)
+            and not 0 < self.iteration_s < SHORTEST_S  # others may be what rounding leaves
+            and all(np.isnan(time_s) or 0 <= time_s <= LONGEST_S for time_s in times_s)
+            and all(np.isnan(size) or 0 <= size <= MOST_BYTES for size in sizes)
         )
 
 

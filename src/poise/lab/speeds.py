@@ -1,6 +1,5 @@
 """How fast the workers of a lab are: one number each, in cores."""
 
-import math
 import re
 from collections.abc import Iterable
 
@@ -9,6 +8,9 @@ from poise.numbers import is_number
 
 SLOWEST = 0.001
 """The kernel grants at least 1 ms of every second."""
+
+FASTEST = 1e6
+"""More cores than any machine has."""
 
 MOST = 1000
 """More workers than one machine can start."""
@@ -49,7 +51,7 @@ def checked_speeds(speeds: Iterable[float], where: str = "speeds") -> tuple[floa
 
 def checked_speed(speed: object, where: str = "speeds") -> float:
     """Return a speed as a number; raise unless it can be kept."""
-    if not is_number(speed) or not SLOWEST <= speed < math.inf:
+    if not is_number(speed) or not SLOWEST <= speed <= FASTEST:
         raise InvalidSetting(
             f"{where} has {speed!r}; give a number of cores from {SLOWEST} up, such as 0.5"
         )

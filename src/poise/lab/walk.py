@@ -9,7 +9,6 @@ at_s = 30.0                   # or: so many seconds after all workers are thrott
 speeds = [0.9, 0.45, 0.22]
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from poise.errors import InvalidSetting
 from poise.lab.speeds import checked_speeds
-from poise.numbers import is_number, is_whole
 from poise.toml_file import Table, Toml, read_toml
 
 
@@ -108,14 +106,8 @@ def _change(table: Table, workers: int) -> Change:
         )
     found = checked_speeds(speeds, table.where("speeds"))
     if "at_step" in values:
-        step = values["at_step"]
-        if not (is_whole(step) and step >= 1):
-            raise table.refused("at_step", "a whole number from 1 up")
-        return Change(speeds=found, at_step=step)
-    at_s = values["at_s"]
-    if not (is_number(at_s) and 0 <= at_s < math.inf):
-        raise table.refused("at_s", "seconds from 0 up")
-    return Change(speeds=found, at_s=float(at_s))
+        return Change(speeds=found, at_step=table.whole("at_step", 1, least=1))
+    return Change(speeds=found, at_s=table.number("at_s", 0.0))
 
 
 def _check_order(file: str, changes: Sequence[Change]) -> None:

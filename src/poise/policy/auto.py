@@ -14,6 +14,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from poise.core.entries import Entries, check_local_batches
 from poise.core.fit import Fit
 from poise.core.limits import Limits
 from poise.core.memory import MemoryLine
@@ -22,13 +23,17 @@ from poise.core.plan import Forecast
 from poise.core.revised import revised
 from poise.core.split import Optimum, Split, capacity_within, optimal_split
 from poise.core.timing import Floats, SpeedModel
+from poise.errors import InvalidSetting
+from poise.numbers import check_number, check_whole
 from poise.policy.base import Decision, Schedule
-from poise.policy.bounds import NO_BOUNDS, Bounds
+from poise.policy.bounds import NO_BOUNDS, Bounds, check_bounds
 from poise.policy.pace import Pace
 
 _SURE = 0.7
 """Standard errors more than the largest of some workers' chance deviations."""
 _NORMAL = NormalDist()
+_LONG = 10**9
+"""Steps that no training takes."""
 _GREAT = 0.2
 """A change of a log time that makes earlier step times worthless."""
 
@@ -46,6 +51,21 @@ class AutoState:
     """Workers whose speed changed since then."""
     caps: Floats | None = None
     """The largest local batches that fit into memory."""
+
+    def check_loaded(self) -> None:
+        """Raise unless all of it is about the same workers."""
+        workers = len(self.split)
+        check_local_batches("split", self.split)
+        check_local_batches("pace.before", self.pace.before, workers)
+        if (self.fit.workers, self.memory.workers) != (workers, workers):
+            raise InvalidSetting(
+                f"split has {workers} local batches, fit {self.fit.workers} workers and memory "
+                f"{self.memory.workers}; the same number is required"
+            )
+        if not all(0 <= worker < workers for worker in self.alarmed):
+            raise InvalidSetting(f"alarmed={list(self.alarmed)} are not all among the workers")
+        if self.caps is not None:
+            Entries(most=np.inf).check("caps", self.caps, workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +98,16 @@ class Auto:
 
     online = True
     state_type = AutoState
+
+    def __post_init__(self) -> None:
+        check_bounds("Auto", self.bounds)
+        for name in ("least_gain", "careful_gain"):
+            check_number("Auto", name, getattr(self, name), 0, 1)
+        check_number("Auto", "curiosity", self.curiosity, 0, 100)
+        for name in ("horizon", "patience", "furthest"):
+            check_whole("Auto", name, getattr(self, name), 1, _LONG)
+        for name in ("watchful", "free_changes", "unhurried", "longest_wait"):
+            check_whole("Auto", name, getattr(self, name), 0, _LONG)
 
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, AutoState]:
         """Start evenly, as far as the bounds allow."""

@@ -38,7 +38,10 @@ class Policy(Protocol):
 
     @property
     def state_type(self) -> type:
-        """The type of its states: None, or frozen data that `poise.core.plain` can save."""
+        """The type of its states: None, or frozen data that `poise.core.plain` can save.
+
+        A state that has a `split` has the one decided last; a saved one with another is refused.
+        """
 
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, Any]:
         """Return what is known before the first step, and the first state."""

@@ -6,9 +6,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from poise.core.limits import Limits
+from poise.core.limits import UNLIMITED, Limits
 from poise.core.split import Split, even_split, optimal_split
 from poise.core.timing import Floats, SpeedModel
+from poise.errors import InvalidSetting
+from poise.numbers import check_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,12 @@ class Bounds:
         for name in ("min_batch", "max_batch", "multiple_of"):
             value = getattr(self, name)
             if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            if value is None and name == "max_batch":
+                continue
+            for each in value if isinstance(value, tuple) and value else (value,):
+                check_whole("Bounds", name, each, int(name == "multiple_of"), UNLIMITED)
 
     def limits(self, workers: int) -> Limits:
         """Return them for a number of workers, or say what does not fit."""
@@ -47,6 +54,12 @@ class Bounds:
         if most is not None:
             limits = limits.capped_for(global_batch, most)
         return optimal_split(SpeedModel.proportional(speeds), global_batch, limits).split
+
+
+def check_bounds(who: str, bounds: object) -> None:
+    """Raise unless a policy's bounds are some."""
+    if not isinstance(bounds, Bounds):
+        raise InvalidSetting(f"{who} has bounds={bounds!r}; give Bounds(...)")
 
 
 @lru_cache(maxsize=8)

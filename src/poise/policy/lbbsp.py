@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from poise.core.limits import UNLIMITED
 from poise.core.observation import Change, Event
+from poise.numbers import check_number, check_whole
 from poise.policy.base import Decision, Schedule
-from poise.policy.bounds import NO_BOUNDS, Bounds
+from poise.policy.bounds import NO_BOUNDS, Bounds, check_bounds
 from poise.policy.window import Window, resized
 
 
@@ -27,6 +29,13 @@ class LbBsp:
     """Of the newest time in the smoothed one."""
 
     online = True
+
+    def __post_init__(self) -> None:
+        check_bounds("LbBsp", self.bounds)
+        check_number("LbBsp", "weight", self.weight, 0, 1)
+        if self.samples is not None:
+            check_whole("LbBsp", "samples", self.samples, 1, UNLIMITED)
+
     state_type = Window
 
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, Window]:

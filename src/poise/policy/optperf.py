@@ -12,12 +12,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from poise.core.entries import (
+    BATCHES,
+    LONGEST_S,
+    SHORTEST_S,
+    TIMES,
+    Entries,
+    check_local_batches,
+    check_within,
+)
 from poise.core.observation import Change, Event, Observation
 from poise.core.plan import Forecast, best_plan
 from poise.core.split import Split
 from poise.core.timing import Floats, SpeedModel
+from poise.numbers import check_whole
 from poise.policy.base import Decision, Schedule
-from poise.policy.bounds import NO_BOUNDS, Bounds
+from poise.policy.bounds import NO_BOUNDS, Bounds, check_bounds
 from poise.policy.window import resized
 
 _EPOCHS = 2
@@ -47,6 +57,23 @@ class OptPerfState:
     reduction_s: tuple[float, float] | None = None
     """T_o and T_u of the last epoch that was over."""
 
+    def check_loaded(self) -> None:
+        """Raise unless these can be sums over steps, and means of epochs."""
+        workers, epochs = len(self.split), len(self.batches)
+        check_local_batches("split", self.split)
+        Entries(least=1e-12, most=1e30).check("speeds", self.speeds, workers)
+        longest_s = LONGEST_S * max(self.count, 1.0)
+        Entries(most=longest_s).check("ready", self.ready, workers, 2)
+        Entries(most=longest_s * LONGEST_S).check("reduction", self.reduction, workers, 4)
+        past = (epochs, workers) if epochs else (0,)
+        BATCHES.check("batches", self.batches, *past)
+        TIMES.check("first_s", self.first_s, *past)
+        Entries(least=SHORTEST_S, most=LONGEST_S).check("last_s", self.last_s, *past)
+        check_within("epoch", self.epoch, 0, 1e12)
+        check_within("count", self.count, 1 if self.count else 0, 1e12)
+        for each in self.reduction_s or ():
+            check_within("reduction_s", each, 0, LONGEST_S)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptPerf:
@@ -57,6 +84,11 @@ class OptPerf:
     """Epochs that a fit looks back."""
 
     online = True
+
+    def __post_init__(self) -> None:
+        check_bounds("OptPerf", self.bounds)
+        check_whole("OptPerf", "remembered", self.remembered, _EPOCHS, 10**6)
+
     state_type = OptPerfState
 
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, OptPerfState]:

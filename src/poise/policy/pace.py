@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass, replace
 
+from poise.core.entries import check_local_batches, check_within
 from poise.core.revised import revised
 from poise.core.split import Split
+from poise.errors import InvalidSetting
 
 _EARLY = 2
 """Steps after a change that are counted apart: caches and allocators have to follow."""
@@ -26,6 +28,9 @@ _MEMORY = 100.0
 _MOST_CORRELATION = 0.9
 _CLIP = 3.0
 """A step counts as at most so many standard deviations off: a stall is not how steps scatter."""
+
+_MOST = 1e12
+"""Nothing that is counted here gets as far."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,18 @@ class Pace:
     """Distances of steps from their means, relative to them: the sum of their squares, of the
     products of neighbors, and how many."""
     last_off: float = 0.0
+
+    def check_loaded(self) -> None:
+        """Raise unless these can be counts and means of steps."""
+        for name in ("early", "settled", "changes", "failures", "before_settled"):
+            check_within(name, getattr(self, name), 0, _MOST)
+        for name in ("early_s", "settled_s", "cost_s", "before_s", "squares", "scattered"):
+            check_within(name, getattr(self, name), 0, _MOST)
+        for name in ("products", "last_off"):
+            check_within(name, getattr(self, name), -_MOST, _MOST)
+        check_local_batches("before", self.before)
+        if self.before and not (self.before_settled and self.before_s):
+            raise InvalidSetting("before is a split, and before_settled or before_s is 0")
 
     @property
     def steps(self) -> int:

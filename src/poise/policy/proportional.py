@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from poise.core.entries import Entries, check_local_batches
 from poise.core.observation import Change, Event
 from poise.core.split import Split
 from poise.core.timing import Floats
+from poise.numbers import check_number, check_whole
 from poise.policy.base import Decision, Schedule
-from poise.policy.bounds import NO_BOUNDS, Bounds
+from poise.policy.bounds import NO_BOUNDS, Bounds, check_bounds
 from poise.policy.window import Window, resized
 
 
@@ -34,6 +36,18 @@ class ProportionalState:
     previous: Split
     """The split before the last change, and its throughputs; empty if there was none."""
     speeds: Floats
+
+    @property
+    def split(self) -> Split:
+        """The split decided last."""
+        return self.window.split
+
+    def check_loaded(self) -> None:
+        """Raise unless all of it is about the same workers."""
+        workers = len(self.window.split)
+        Entries(most=np.inf).check("most", self.most, workers)
+        Entries(most=1e30).check("speeds", self.speeds, workers)
+        check_local_batches("previous", self.previous, workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +63,13 @@ class Proportional:
     """Steps to see before the split changes again."""
 
     online = True
+
+    def __post_init__(self) -> None:
+        check_bounds("Proportional", self.bounds)
+        check_number("Proportional", "dead_band", self.dead_band, 0, 1)
+        check_number("Proportional", "weight", self.weight, 0, 1)
+        check_whole("Proportional", "patience", self.patience, 1, 10**9)
+
     state_type = ProportionalState
 
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, ProportionalState]:

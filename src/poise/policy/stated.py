@@ -1,6 +1,5 @@
 """Policies whose splits follow from what the user states: "even", "fixed" and "static"."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,10 @@ from poise.core.split import Split, check_split, even_split
 from poise.errors import InvalidSetting
 from poise.numbers import is_number, is_whole
 from poise.policy.base import Decision, Schedule
-from poise.policy.bounds import NO_BOUNDS, Bounds
+from poise.policy.bounds import NO_BOUNDS, Bounds, check_bounds
+
+_LEAST, _MOST = 1e-30, 1e30
+"""Of a resource; others are a mistake."""
 
 
 class Stated:
@@ -61,13 +63,16 @@ class Fixed(Stated):
         by_step = splits if isinstance(splits, Mapping) else {0: splits}
         for step, split in by_step.items():
             _check_entry(step, split)
-        if 0 not in by_step:
-            raise InvalidSetting(
-                f"Fixed has splits for steps {sorted(by_step)}; "
-                "add one for step 0, where training starts"
-            )
         ordered = tuple((step, tuple(by_step[step])) for step in sorted(by_step))
         object.__setattr__(self, "splits", ordered)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        steps = [step for step, _ in self.splits]
+        if steps[:1] != [0] or steps != sorted(set(steps)):
+            raise InvalidSetting(
+                f"Fixed has splits for steps {steps}; add one for step 0, where training starts"
+            )
 
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, None]:
         """All splits are known from the start; each must divide the global batch."""
@@ -101,14 +106,20 @@ class Static(Stated):
     bounds: Bounds
 
     def __init__(self, resources: Sequence[float], *, bounds: Bounds = NO_BOUNDS) -> None:
-        found = tuple(resources)
-        if not found or not all(is_number(each) and 0 < each < math.inf for each in found):
+        found = tuple(resources) if isinstance(resources, list | tuple) else (resources,)
+        object.__setattr__(self, "resources", found)
+        object.__setattr__(self, "bounds", bounds)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        found = self.resources
+        check_bounds("Static", self.bounds)
+        if not found or not all(is_number(each) and _LEAST < each < _MOST for each in found):
             raise InvalidSetting(
                 f"Static has resources {list(found)}; give one number above 0 per worker, "
                 "such as its cores"
             )
         object.__setattr__(self, "resources", tuple(float(amount) for amount in found))
-        object.__setattr__(self, "bounds", bounds)
 
     def init(self, workers: int, global_batch: int) -> tuple[Schedule, None]:
         """One split for the whole training."""
@@ -137,5 +148,6 @@ def _check_entry(step: object, split: object) -> None:
         )
     if isinstance(split, str) or not isinstance(split, Sequence):
         raise InvalidSetting(
-            f"Fixed has {split!r} for step {step}; give a list of local batches, one per worker"
+            f"Fixed has splits with {split!r} for step {step}; give a list of local batches, one "
+            "per worker"
         )

@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from poise.core.entries import SHORTEST_S, TIMES, Entries, check_local_batches
 from poise.core.observation import Change, Observation
 from poise.core.split import Split
 from poise.core.timing import Floats
+from poise.errors import InvalidSetting
 
 _LONG = 20
 """Observations of others after which a silent worker is not waited for."""
@@ -24,6 +26,16 @@ class Window:
     """Exponentially weighted mean of each worker's compute time."""
     seen: Floats
     """How many observations of each worker it holds."""
+
+    def check_loaded(self) -> None:
+        """Raise unless these can be means over steps."""
+        workers = len(self.split)
+        check_local_batches("split", self.split)
+        Entries(least=1e-12, most=1e30).check("speeds", self.speeds, workers)
+        TIMES.check("mean_s", self.mean_s, workers)
+        Entries().check("seen", self.seen, workers)
+        if ((self.seen > 0) & (self.mean_s < SHORTEST_S)).any():
+            raise InvalidSetting("mean_s is 0 for a worker that was seen")
 
     @staticmethod
     def begin(split: Split, speeds: Floats | None = None) -> "Window":
@@ -52,7 +64,7 @@ class Window:
         measured = observation.times(who)[:, -1]
         if observation.split != self.split:
             return self
-        valid = measured > 0
+        valid = measured >= SHORTEST_S
         seen = self.seen + valid
         part = np.maximum(1 / np.maximum(seen, 1), weight)
         moved = self.mean_s + part * (np.where(valid, measured, self.mean_s) - self.mean_s)

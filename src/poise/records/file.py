@@ -145,8 +145,16 @@ def read_record(path: str | PathLike[str]) -> Record:
     place = Path(path)
     try:
         text = place.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"{place} cannot be read as a record: {error}") from None
+    except FileNotFoundError:
+        raise InvalidSetting(f"there is no file {place}; give the path of a record") from None
+    except IsADirectoryError:
+        raise InvalidSetting(f"{place} is a directory; give the path of a record") from None
+    except OSError as error:
+        raise InvalidSetting(f"{place} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidSetting(f"{place} is not text in UTF-8, so it is no record") from None
+    except ValueError as error:  # a name that no file can have
+        raise InvalidSetting(f"record={str(place)!r} cannot be read: {error}") from None
     *lines, rest = text.split("\n")
     if not lines:
         raise StateMismatch(f"{place} has no complete line, so it is not a record")
@@ -174,6 +182,8 @@ def _created(path: Path, held_bytes: int, *, series: bool) -> LineFile:
         ) from None
     except OSError as error:
         raise InvalidSetting(f"record={str(path)!r} cannot be written: {error.strerror}") from None
+    except ValueError as error:  # a name that no file can have
+        raise InvalidSetting(f"record={str(path)!r} cannot be written: {error}") from None
 
 
 def _line(line: Header | Row) -> str:
@@ -187,6 +197,10 @@ def _read(kind: type[Line], path: Path, number: int, line: str) -> Line:
         found = json.loads(line)
     except json.JSONDecodeError as error:
         raise StateMismatch(f"line {number} of {path} is not JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise StateMismatch(
+            f"line {number} of {path} has numbers too long or brackets too deep to be read"
+        ) from None
     if not isinstance(found, dict):
         raise StateMismatch(f"line {number} of {path} is not a JSON object")
     if kind is Header:
@@ -202,7 +216,7 @@ def _check_format(path: Path, found: dict[str, Any]) -> None:
         raise StateMismatch(f'{path} does not begin with "format": "{FORMAT}", so it is no record')
     if found.get("version") != VERSION:
         raise StateMismatch(
-            f"{path} is a record of version {found.get('version')}, and this Poise reads version "
+            f"{path} is a record of version {found.get('version')!r}, and this Poise reads version "
             f"{VERSION}; use the version that wrote it"
         )
 

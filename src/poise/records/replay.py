@@ -2,9 +2,10 @@
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from poise.core.observation import Event
-from poise.errors import InvalidSetting
+from poise.errors import InvalidSetting, StateMismatch
 from poise.policy import Policy
 from poise.policy.naming import policy_of
 from poise.records.rows import Decided, Record
@@ -60,7 +61,7 @@ def replay(record: Record, policy: Policy | None = None) -> Difference | None:
             )
         event = row.observation or row.change
         if row.loaded is not None:
-            engine = engine.load_state_dict(json.loads(row.loaded))
+            engine = engine.load_state_dict(_loaded(number, row.loaded))
             if event is None:
                 continue
         if event is None:
@@ -75,6 +76,14 @@ def replay(record: Record, policy: Policy | None = None) -> Difference | None:
             step = None if row.observation is None else row.observation.step
             return Difference(number, step, row.decision, found)
     return None
+
+
+def _loaded(number: int, text: str) -> Any:
+    """Return a state that a row holds as text, or raise."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StateMismatch(f"loaded of row {number} of the record is no JSON: {error}") from None
 
 
 def _shown(decision: Decided | None) -> str:

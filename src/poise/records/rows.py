@@ -4,17 +4,24 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from poise.core.entries import LONGEST_S, check_local_batches, check_within
+from poise.core.limits import UNLIMITED
 from poise.core.observation import Change, Observation
+from poise.core.plain import MOST_COUNTED
 from poise.core.plan import Plan
 from poise.core.split import Split
 from poise.engine.adaptation import Adaptation
 from poise.engine.asp import AsyncEngine
 from poise.engine.bsp import Engine
+from poise.engine.modes import mode_of
+from poise.errors import InvalidSetting
+from poise.numbers import check_whole
 from poise.policy import Policy
 from poise.policy.naming import PolicyName, named
 
 FORMAT = "poise-record"
 VERSION = 2
+_MOST_WORKERS = 10**6
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,12 @@ class Decided:
     start_step: int
     gain: float
     why: str
+
+    def check_loaded(self) -> None:
+        """Raise unless it can be a plan."""
+        check_local_batches("split", self.split)
+        check_within("start_step", self.start_step, 0, MOST_COUNTED)
+        check_within("gain", self.gain, 1e-12, 1e12)
 
     @staticmethod
     def of(plan: Plan | None) -> "Decided | None":
@@ -47,6 +60,13 @@ class Header:
     """Of a training with a server; None: all workers take every step together."""
     thinned: int | None = None
     """Of so many decisions without a change one is here; None: all of them."""
+
+    def check_loaded(self) -> None:
+        """Raise unless it can be the start of an engine."""
+        check_whole("it", "workers", self.workers, 1, _MOST_WORKERS)
+        check_whole("it", "global_batch", self.global_batch, 1, UNLIMITED)
+        if self.mode is not None:
+            mode_of(self.mode)
 
     @staticmethod
     def of(engine: Engine, mode: str | None = None, thinned: int = 1) -> "Header":
@@ -76,6 +96,16 @@ class Served:
     """Seconds that each worker's pushes waited in the server."""
     busy_s: float
     """Seconds in which the server applied gradients or copied weights."""
+
+    def check_loaded(self) -> None:
+        """Raise unless the counts can be of these workers."""
+        columns = (self.updates, self.staleness, self.dropped, self.waited_s)
+        if any(len(each) != len(self.workers) for each in columns):
+            raise InvalidSetting("workers, updates, staleness, dropped, waited_s are not as many")
+        for name, values in (("updates", self.updates), ("waited_s", self.waited_s)):
+            for each in values:
+                check_within(name, each, 0, MOST_COUNTED)
+        check_within("busy_s", self.busy_s, 0, LONGEST_S)
 
     @staticmethod
     def of(engine: AsyncEngine, busy_s: float) -> "Served":
@@ -135,6 +165,10 @@ class Row:
     """Whether the next row was known too when the decision was made, which then stands there."""
     lost: Lost | None = None
     """Instead of an event: rows that are missing here."""
+
+    def check_loaded(self) -> None:
+        """Raise unless the step can be one."""
+        check_within("start_step", self.start_step, 0, MOST_COUNTED)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from poise.core.plan import Plan
 from poise.core.split import Split, check_split
 from poise.engine.bsp import Engine
 from poise.errors import PoiseError, StateMismatch
+from poise.numbers import is_number
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Known:
             same = Change(tuple(range(len(kinds))), fresh.global_batch)
             return Known(None, fresh.global_batch, 1.0, fresh, same)
         try:
-            before = [str(kind) for kind in state["kinds"]]
+            before = _kinds(state["kinds"])
             split = check_split(state["split"], len(before), sum(state["split"]))
             global_batch = fresh.nearest(sum(split))
             gain = _checked_gain(state.get("gain", 1.0), global_batch, fresh)
@@ -83,9 +84,15 @@ class Known:
         return Known(split, global_batch, gain, engine, None if goes_on else change)
 
 
+def _kinds(saved: Any) -> list[str]:
+    if not isinstance(saved, list | tuple) or not all(isinstance(kind, str) for kind in saved):
+        raise ValueError(f"kinds={saved!r}")
+    return list(saved)
+
+
 def _checked_gain(gain: Any, global_batch: int, engine: Engine) -> float:
-    if not 0 < float(gain) < math.inf:
-        raise ValueError(f"gain={gain}")
+    if not (is_number(gain) and 0 < gain < math.inf):
+        raise ValueError(f"gain={gain!r}")
     if engine.adapt is None:
         return 1.0
     return gain_within(float(gain), global_batch / engine.start_batch)

@@ -1,6 +1,5 @@
 """The place in a training, and what was learned of speeds, as plain values for a checkpoint."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from poise.runtime.session import Session
 from poise.runtime.training import Saved
 
 _VERSION = 3
+_MOST_SAMPLES = 1e18
 _PLACE = ("epoch", "position", "step", "samples", "skipped")
 
 
@@ -112,6 +112,11 @@ def _loaded_progress(
 
 def _load_stream(state: Mapping[str, Any], stream: Stream, position: int) -> None:
     places = state.get("stream") or {}
+    if not isinstance(places, dict):
+        raise StateMismatch(
+            f"the state has stream={places!r}, which says nothing of loader processes; it is "
+            "damaged, load another one"
+        )
     if position and not places:
         raise StateMismatch(
             "the state is from the middle of a stream that cannot say where it stands; give "
@@ -131,7 +136,7 @@ def _identity(session: Session, orders: Orders | None) -> Saved:
 
 
 def _effective(value: Any) -> float:
-    if not (is_number(value) and 0 <= value < math.inf):
+    if not (is_number(value) and 0 <= value <= _MOST_SAMPLES):
         raise StateMismatch(
             f"the state has effective_samples={value!r}, which is not a finite number from 0; "
             "it is damaged, load another one"

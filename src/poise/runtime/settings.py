@@ -1,11 +1,13 @@
 """What a user may state when a Balancer is made, checked before anything starts."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, TypeGuard
 
 from poise.core.learning_rate import RULES, unknown_rule
+from poise.core.limits import UNLIMITED
 from poise.core.liveness import Limits
 from poise.core.order import check_seed
 from poise.engine.adaptation import Adaptation
@@ -67,6 +69,20 @@ class Settings:
             if function is not None and not callable(function):
                 raise InvalidSetting(f"{name}={function!r} is not a function; give one, or None")
         check_seed(self.seed)
+        if self.record is not None:
+            _check_path("record", self.record)
+
+
+def _check_path(name: str, path: object) -> None:
+    """Raise unless a file can have this name."""
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]
+        usable = isinstance(text, str) and bool(text) and "\0" not in text
+        os.fsencode(text)
+    except (TypeError, ValueError):
+        usable = False
+    if not usable:
+        raise InvalidSetting(f"{name}={path!r} is no path; give the name of a file as text")
 
 
 def _check_seconds(name: str, value: object, least: float, otherwise: str = "") -> None:
@@ -150,5 +166,5 @@ def most_samples(micro_batch: Any, worker: int, workers: int) -> int | None:
 
 
 def is_number_of_samples(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number from 1."""
-    return is_whole(value) and value >= 1
+    """Whether a value is a whole number from 1, and no larger than any batch is."""
+    return is_whole(value) and 1 <= value <= UNLIMITED

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from poise.core.entries import SHORTEST_S
 from poise.core.fit import Fit
 from poise.core.limits import Limits
 from poise.core.memory import MemoryLine
@@ -25,7 +26,7 @@ from poise.policy import Bounds
 from poise.policy.bounds import NO_BOUNDS
 from poise.policy.naming import policy_of
 from poise.records import Record, Row
-from poise.sim.scenario import Noise
+from poise.sim.scenario import MOST_CV, MOST_SPIKE, Noise
 
 _WHO = "a calibration"
 """What learns from measured times."""
@@ -156,7 +157,9 @@ def _observations(records: Sequence[Record]) -> list[Observation]:
             each = row.observation
             if each is None or each.compiling or each.ready_s is None:
                 continue
-            if each.ready_s.shape[0] == workers and not np.isnan(each.ready_s).any():
+            if each.ready_s.shape[0] != workers or np.isnan(each.ready_s).any():
+                continue
+            if ((each.batches == 0) | (each.ready_s[:, -1] >= SHORTEST_S)).all():
                 seen.append(each)
     return [each for each in seen if each.times(_WHO).shape == seen[-1].times(_WHO).shape]
 
@@ -279,10 +282,10 @@ def _noise(seen: Sequence[Observation], fit: Fit) -> Noise:
     calm = np.log(every[(every <= _SPIKE) & (every > 0)])
     cv = float(calm.std()) if ratios else float(np.sqrt(squares / max(count, 1.0)))
     return Noise(
-        cv=cv,
+        cv=min(cv, MOST_CV),
         correlation=correlation,
         spike_chance=float(spikes.size / every.size),
-        spike=float(np.median(spikes)) if spikes.size else 1.0,
+        spike=min(float(np.median(spikes)), MOST_SPIKE) if spikes.size else 1.0,
     )
 
 

@@ -26,6 +26,8 @@ What = Literal[
 ]
 SLOWER: tuple[What, ...] = ("slower", "slower_network", "slower_link", "slower_loader")
 """What takes longer."""
+MOST_CV, MOST_SPIKE = 2.0, 1e6
+"""Of noise; more is a mistake."""
 MOVES: tuple[What, ...] = ("leaves", "fails", "joins")
 """What changes who is there."""
 
@@ -250,6 +252,8 @@ class Scenario:
         return np.array(
             [
                 (worker.fixed_bytes, worker.bytes_per_sample or np.nan, worker.memory_bytes)
+                if worker.memory_bytes is not None
+                else (np.nan,) * 3
                 for worker in self.cluster.workers
             ],
             dtype=np.float64,

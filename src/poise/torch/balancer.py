@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from poise.core.noise import NoiseTrack
+from poise.core.plain import check_state
 from poise.core.plan import Plan
 from poise.engine.modes import Async, Stale, Sync
 from poise.policy import Policy
@@ -238,6 +239,7 @@ class Balancer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved place. Load it on every worker, after prepare."""
+        check_state(state)
         self._training.load_state_dict(state)
 
     def close(self) -> None:

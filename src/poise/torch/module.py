@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from poise.errors import OutOfOrder
+from poise.errors import InvalidSetting, OutOfOrder
 from poise.runtime.session import Session
 from poise.torch.backwards import Tally, count_backwards
 from poise.torch.gloo import raise_if_disconnected
@@ -17,6 +17,8 @@ from poise.torch.places import Places
 from poise.torch.settings import TorchSettings
 
 _OWN_NAMES = {"module", "_link", "training"}
+_SHORT = 200
+"""Characters of what torch says at length."""
 
 
 @dataclass
@@ -41,7 +43,16 @@ class Link:
         # Worker 0's buffers are sent here and not again: that would undo the merged statistics.
         options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, **settings.ddp}
         group = session.generation.gradients
-        ddp = DistributedDataParallel(model, process_group=group, **options)
+        try:
+            ddp = DistributedDataParallel(model, process_group=group, **options)
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            if not settings.ddp:
+                raise
+            said = str(error).splitlines()[0][:_SHORT]
+            raise InvalidSetting(
+                f"ddp={dict(settings.ddp)!r} is refused by DistributedDataParallel ({said}); "
+                "change these options, or leave them out"
+            ) from error
         return Link.adopted(ddp, session, places, settings)
 
     @staticmethod

@@ -5,7 +5,6 @@ itself, and afterwards they are the user's again. So schedulers, checkpoints and
 `param_groups` see what the user chose, for the global batch of the start.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,12 +15,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from poise.core.learning_rate import Adjustment, adjustment, ramp
+from poise.core.limits import UNLIMITED
+from poise.core.plain import whole_in
 from poise.core.plan import Plan
 from poise.errors import InvalidSetting, StateMismatch
+from poise.numbers import is_number
 
 _DIVIDES = ("betas", "eps", "etas")
 """Settings of optimizers that divide a gradient by its usual size, or take its sign alone: the
 families of Adam, RMSprop, Adagrad, Adafactor, Muon, Lion and Rprop."""
+_MOST = 1e12
+"""No gain is larger."""
 _LEAST_SECOND = 0.9
 """What remembers the size of gradients never forgets faster: with a beta of 2/3 RAdam stops
 dividing by it."""
@@ -162,23 +166,21 @@ def saved_ramps(state: Mapping[str, Any]) -> list[list[Ramp]]:
     """Read what a balancer's state says of each optimizer's rates, or raise if it is damaged."""
     try:
         ramps = [
-            [Ramp(_place(way["old"]), _place(way["new"]), int(way["steps"])) for way in each]
+            [Ramp(_place(way["old"]), _place(way["new"]), whole_in(way, "steps")) for way in each]
             for each in state.get("rates", [])
         ]
-        if any(way.steps < 0 for each in ramps for way in each):
-            raise ValueError("steps below 0")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise StateMismatch(
-            f"what the state says of learning rates is damaged: {error!r}; load another one"
+            f"what the state says of learning rates (rates) is damaged: {error!r}; load another one"
         ) from error
     return ramps
 
 
 def _place(values: Any) -> tuple[float, float]:
-    batch, gain = (float(value) for value in values)
-    if not (0 < batch < math.inf and 0 < gain < math.inf):
-        raise ValueError(f"global batch {batch} and gain {gain}")
-    return batch, gain
+    batch, gain = values
+    if not (is_number(batch) and 0 < batch <= UNLIMITED and is_number(gain) and 0 < gain < _MOST):
+        raise ValueError(f"global batch {batch!r} and gain {gain!r}")
+    return float(batch), float(gain)
 
 
 def _momentum(group: Mapping[str, Any]) -> float:

@@ -25,6 +25,13 @@ class TorchSettings(Settings):
     @staticmethod
     def of(ddp: Mapping[str, Any] | None, comm_hook: Any, **stated: Any) -> "TorchSettings":
         """Return what a user states, or raise if it cannot be."""
+        if not isinstance(ddp, Mapping | None) or not all(
+            isinstance(name, str) for name in ddp or ()
+        ):
+            raise InvalidSetting(
+                f"ddp={ddp!r} are no options of DistributedDataParallel; give names and values, "
+                'such as {"bucket_cap_mb": 10}'
+            )
         options = dict(ddp or {})
         _check_options(options)
         return TorchSettings(**as_held(**stated), ddp=options, inner=InnerHook.of(comm_hook))
