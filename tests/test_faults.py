@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from poise.lab.processes import local_workers
+from poise.lab.processes import free_port, local_workers
 from poise.policy import Fixed
 from poise.torch import Balancer
 from tests.cluster import Fault, Outcome, Workers
@@ -126,7 +126,7 @@ def test_a_worker_that_never_joins_is_reported_after_the_limit(workers: Workers)
 
 
 SCRIPT = """
-    import os, sys
+    import os, re, subprocess, sys, time
     import torch
     from torch.utils.data import DataLoader, TensorDataset
     from poise.torch import Balancer
@@ -135,10 +135,11 @@ SCRIPT = """
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     data = TensorDataset(torch.randn(60, 4), torch.randn(60, 1))
-    balancer = Balancer(6)
-    model, optimizer, loader = balancer.prepare(model, optimizer, DataLoader(data, 6, shuffle=True))
+    balancer = Balancer(6, silent_s=2)
+    loader = DataLoader(data, 6, shuffle=True, num_workers={loaders})
+    model, optimizer, loader = balancer.prepare(model, optimizer, loader)
     for step, (x, y) in enumerate(loader):
-        if balancer.worker == 1 and step == 4:
+        if balancer.worker == {victim} and step == 4:
             {fault}
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -147,16 +148,23 @@ SCRIPT = """
 """
 
 
-def run_script(tmp_path: Path, fault: str, workers: int = 3) -> list[tuple[int, str, str]]:
-    """Run SCRIPT in processes of its own; return (exit code, stdout, stderr) of each."""
+def run_script(
+    tmp_path: Path, fault: str, workers: int = 3, *, victim: int = 1, loaders: int = 0
+) -> list[tuple[int, str, str]]:
+    """Run SCRIPT in processes of its own; return (exit code, stdout, stderr) of each.
+
+    A victim that stops itself is ended when all others have.
+    """
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(fault=fault))
+    script.write_text(textwrap.dedent(SCRIPT).format(fault=fault, victim=victim, loaders=loaders))
     with local_workers([sys.executable, str(script)], workers, stderr=subprocess.PIPE) as processes:
-        results = [process.communicate(timeout=60) for process in processes]
-        return [
-            (process.returncode, out, err)
-            for process, (out, err) in zip(processes, results, strict=True)
-        ]
+        results = {}
+        for worker in sorted(range(workers), key=lambda each: each == victim):
+            if worker == victim and "SIGSTOP" in fault:
+                processes[worker].kill()
+            out, err = processes[worker].communicate(timeout=60)
+            results[worker] = (processes[worker].returncode, out, err)
+        return [results[worker] for worker in range(workers)]
 
 
 def test_a_script_ends_cleanly(tmp_path: Path) -> None:
@@ -165,24 +173,117 @@ def test_a_script_ends_cleanly(tmp_path: Path) -> None:
         assert err == ""
 
 
+def check_script_named(results: list[tuple[int, str, str]], victim: int, words: str) -> None:
+    """Everybody else ends with an error, and says one thing: who, and why."""
+    for worker, (code, out, err) in enumerate(results):
+        if worker == victim:
+            continue
+        said = [line for line in err.splitlines() if line.startswith("poise: ")]
+        assert len(said) == 1, err
+        assert said[0].startswith(f"poise: worker {worker}: worker {victim} "), said
+        assert words in said[0]
+        assert (code, out) == (1, ""), err
+
+
+STOP = "os.kill(os.getpid(), 19)  # SIGSTOP"
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_worker_that_is_stopped_is_lost_also_if_it_hosts_the_store(
+    tmp_path: Path, victim: int
+) -> None:
+    results = run_script(tmp_path, STOP, victim=victim)
+    check_script_named(results, victim, "has given no sign of life for 2 s at step 4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raise KeyError('no such column')", "left at step 4: KeyError: 'no such column'"),
+        ("sys.exit(3)", "ended after step 4 without an error of its own"),
+    ],
+)
+def test_the_reason_of_the_worker_that_hosts_the_store_reaches_the_others(
+    tmp_path: Path, fault: str, words: str
+) -> None:
+    check_script_named(run_script(tmp_path, fault, victim=0), 0, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_is_killed_while_it_has_loader_processes_is_named(
+    tmp_path: Path, victim: int
+) -> None:
+    """They are forked from it, and would keep its connections open."""
+    results = run_script(tmp_path, "os.kill(os.getpid(), 9)", victim=victim, loaders=2)
+    check_script_named(results, victim, "died at step 4")
+
+
+@pytest.mark.slow
+def test_a_worker_that_notices_late_names_the_same_one(tmp_path: Path) -> None:
+    """Worker 2 computes for long; worker 0, which hosts the store, has to wait for it."""
+    fault = "os._exit(1)\n    if balancer.worker == 2 and step == 4: time.sleep(1.5)"
+    check_script_named(run_script(tmp_path, fault), 1, "died at step 4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_under_torchrun_every_survivor_names_the_dead_one(tmp_path: Path, loaders: int) -> None:
+    """It ends the others within a tenth of a second, by SIGTERM."""
+    script = tmp_path / "train.py"
+    fault = "os.kill(os.getpid(), 9)"
+    script.write_text(textwrap.dedent(SCRIPT).format(fault=fault, victim=1, loaders=loaders))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    command += ["--master-port", str(free_port()), "--redirects", "3"]
+    command += ["--log-dir", str(tmp_path), str(script)]
+    subprocess.run(command, timeout=120, check=False, capture_output=True)
+    for worker in (0, 2):
+        (log,) = tmp_path.rglob(f"{worker}/stderr.log")
+        said = [line for line in log.read_text().splitlines() if line.startswith("poise: ")]
+        assert len(said) == 1, log.read_text()
+        assert f"worker {worker}: worker 1 " in said[0]
+        assert "died at step 4" in said[0]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_for_a_moment_disturbs_nobody(tmp_path: Path) -> None:
+    """Nor does it blame the others, of which it has not heard while it was stopped."""
+    waking = "subprocess.Popen(['sh', '-c', f'sleep 1; kill -18 {os.getpid()}'])"
+    results = run_script(tmp_path, f"{waking}; os.kill(os.getpid(), 19)  # for a moment")
+    assert [(code, out) for code, out, _ in results] == [
+        (0, f"finished {worker}\n") for worker in range(3)
+    ]
+    assert all(not err for _, _, err in results)
+
+
+@pytest.mark.slow
+def test_a_worker_whose_interpreter_is_locked_for_long_is_not_lost(tmp_path: Path) -> None:
+    """Its process computes: that is life, though its threads give no sign of it."""
+    locked = "re.match('(a+)+$', 'a' * 26 + 'b')"
+    results = run_script(tmp_path, f"[{locked} for _ in range(2)]")
+    assert [code for code, _, _ in results] == [0, 0, 0], results
+
+
+@pytest.mark.slow
+def test_an_error_of_the_scripts_own_collective_is_not_its_fault(tmp_path: Path) -> None:
+    """Worker 0 sees it first, in a call that Poise does not make."""
+    fault = (
+        "os._exit(1)\n    if step == 4: "
+        "torch.distributed.all_reduce(torch.zeros(1)) if balancer.worker == 0 else time.sleep(1)"
+    )
+    check_script_named(run_script(tmp_path, fault), 1, "died at step 4")
+
+
 @pytest.mark.slow
 def test_an_uncaught_error_in_a_script_reaches_the_others(tmp_path: Path) -> None:
     results = run_script(tmp_path, "raise KeyError('no such column')")
-    for worker in (0, 2):
-        code, _, err = results[worker]
-        assert code == 1
-        assert f"poise: worker {worker}: worker 1" in err
-        assert "left at step 4: KeyError: 'no such column'" in err
+    check_script_named(results, 1, "left at step 4: KeyError: 'no such column'")
 
 
 @pytest.mark.slow
 def test_the_death_of_the_worker_that_hosts_the_store_is_named(tmp_path: Path) -> None:
-    results = run_script(tmp_path, "pass\n    if balancer.worker == 0 and step == 7: os._exit(1)")
-    for worker in (1, 2):
-        code, _, err = results[worker]
-        assert code == 1
-        assert f"poise: worker {worker}: worker 0" in err
-        assert "died at step 7" in err
+    check_script_named(run_script(tmp_path, "os._exit(1)", victim=0), 0, "died at step 4")
 
 
 @pytest.mark.slow

@@ -135,6 +135,16 @@ class Liveness:
 
         self._lookout.await_others(over, self._limits.hang_s)
 
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Let go of connections in here; should that wait for a lost worker, it is ended, too."""
+        self.here.reduced = self.here.reductions
+        self.here.doing.append("the end of the training")
+        try:
+            yield
+        finally:
+            self.here.doing.pop()
+
     def leave(self) -> None:
         """Give no more signs of life; to be called when this worker has left its groups.
 

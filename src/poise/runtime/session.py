@@ -249,8 +249,9 @@ class Session:
             self._leave(disconnect)
 
     def _leave(self, disconnect: Callable[[], None]) -> None:
-        self.peers.part()
-        disconnect()
+        with self.peers.liveness.leaving():
+            self.peers.part()
+            disconnect()
         self.peers.liveness.leave()
 
 

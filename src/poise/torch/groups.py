@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from poise.environment import Launch, agent_hosts_store, launched_as
 from poise.errors import WorkerLost
 from poise.runtime.generation import Generation
 from poise.torch.gloo import GlooCollectives, StoreRendezvous
-from poise.torch.meeting import advice_on_meeting
+from poise.torch.meeting import advice_on_meeting, meeting
 from poise.torch.sockets import Sockets
 
 
@@ -67,7 +68,6 @@ class Groups:
         the interpreter shuts down, where one that still holds a callback aborts the process.
         """
         own, self._own = self._own, []
-        self._sockets.forget()
         if dist.is_initialized():
             if self._owns_world:
                 dist.destroy_process_group()
@@ -76,6 +76,7 @@ class Groups:
                     dist.destroy_process_group(group)
         del own
         gc.collect()
+        self._sockets.forget()
 
     def _cut(self) -> None:
         """End what waits for other workers in these groups; called from any thread."""
@@ -120,13 +121,12 @@ def _init_world(timeout: timedelta | None) -> None:
     worker, workers = (launch.worker, launch.workers) if launch else (0, 1)
     try:
         store = HashStore() if launch is None else launch_store(launch, timeout)
-        dist.init_process_group(
-            "gloo",
-            store=_own_part(store, "world", worker),
-            rank=worker,
-            world_size=workers,
-            timeout=timeout,
-        )
+        part = _own_part(store, "world", worker)
+        limit_s = Limits.hang_s if timeout is None else timeout.total_seconds()
+        with nullcontext() if workers == 1 else meeting(part, worker, limit_s):
+            dist.init_process_group(
+                "gloo", store=part, rank=worker, world_size=workers, timeout=timeout
+            )
     except RuntimeError as error:
         raise WorkerLost(
             f"worker {worker} could not meet all {workers} workers: "

@@ -86,7 +86,7 @@ class Sockets:
                     end.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Know none any more; to be called before torch closes them."""
+        """Know none any more."""
         self._inodes.clear()
         self._store_port = None
 

@@ -80,8 +80,8 @@ class Link:
 
     def close(self) -> None:
         """Let go of the connection."""
-        self._sockets.forget()
         self._pair = None
+        self._sockets.forget()
         self.channel.close()
 
     @contextmanager
