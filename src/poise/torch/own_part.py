@@ -3,7 +3,7 @@
 A pass over all gradients would cost a tenth of our own code, and any operation of torch's or
 NumPy's about 3 % of it. But a loss that is NaN reaches nearly all gradients, and what goes wrong
 in backward reaches those of all layers below. So some numbers of a bucket are read as they lie in
-memory, in about 10 microseconds. The first bucket, of the layers at the top, can be left out. On an
+memory, in about 20 microseconds. The first bucket, of the layers at the top, can be left out. On an
 accelerator the device adds the numbers up, and nobody waits for it.
 """
 
