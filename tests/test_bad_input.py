@@ -102,7 +102,7 @@ def load_damaged(cases: range, settings: dict[str, Any]) -> list[tuple[int, str,
             outcomes.append((number, case.what, ""))
         balancer.load_state_dict(good)
         train(parts, 1)
-    assert unnamed == []
+    assert not unnamed, unnamed[:5]  # other processes print no values
     return outcomes
 
 

@@ -67,6 +67,8 @@ def _write(path: Path, text: str) -> None:
         ) from None
     except OSError as error:
         raise InvalidSetting(f"--out {path} cannot be written: {error.strerror}") from None
+    except ValueError as error:  # a name that no file can have
+        raise InvalidSetting(f"--out {str(path)!r} cannot be written: {error}") from None
 
 
 def _sentences(found: Calibration, series: Series) -> Iterator[str]:

@@ -107,8 +107,8 @@ class Adaptation:
             check_whole("adapt", name, getattr(self, name), 1, UNLIMITED)
         if not self.lowest <= self.highest:
             raise InvalidSetting(
-                f"adapt=({self.lowest}, {self.highest}) is no range of global batches; give one "
-                "that rises"
+                f"adapt=({self.lowest}, {self.highest}) are no global batches to move between; "
+                "give a range from 1 that rises"
             )
         check_number("adapt", "least_gain", self.least_gain, 0, 1)
         check_whole("adapt", "every", self.every, 1, 10**9)

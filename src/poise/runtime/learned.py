@@ -4,7 +4,6 @@ Speeds belong to devices: after a resume each worker gets what was known of a wo
 of its kind. A kind that is new counts as the mean of the others until it is measured.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,8 @@ from poise.core.split import Split, check_split
 from poise.engine.bsp import Engine
 from poise.errors import PoiseError, StateMismatch
 from poise.numbers import is_number
+
+_MOST_GAIN = 1e12
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Known:
             same = Change(tuple(range(len(kinds))), fresh.global_batch)
             return Known(None, fresh.global_batch, 1.0, fresh, same)
         try:
-            before = _kinds(state["kinds"])
+            before = _kinds(state["kinds"], state["split"])
             split = check_split(state["split"], len(before), sum(state["split"]))
             global_batch = fresh.nearest(sum(split))
             gain = _checked_gain(state.get("gain", 1.0), global_batch, fresh)
@@ -84,14 +85,16 @@ class Known:
         return Known(split, global_batch, gain, engine, None if goes_on else change)
 
 
-def _kinds(saved: Any) -> list[str]:
+def _kinds(saved: Any, split: Any) -> list[str]:
     if not isinstance(saved, list | tuple) or not all(isinstance(kind, str) for kind in saved):
         raise ValueError(f"kinds={saved!r}")
+    if len(saved) != len(split):
+        raise ValueError(f"kinds={saved!r} and split={split!r} are not of as many workers")
     return list(saved)
 
 
 def _checked_gain(gain: Any, global_batch: int, engine: Engine) -> float:
-    if not (is_number(gain) and 0 < gain < math.inf):
+    if not (is_number(gain) and 0 < gain <= _MOST_GAIN):
         raise ValueError(f"gain={gain!r}")
     if engine.adapt is None:
         return 1.0
