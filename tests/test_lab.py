@@ -110,7 +110,7 @@ def test_a_speed_that_cannot_be_kept_is_refused(text: str) -> None:
         ({"change": [{"speeds": [1, 1]}]}, "one of at_step and at_s"),
         ({"change": [{"at_step": 1, "at_s": 1, "speeds": [1, 1]}]}, "one of at_step and at_s"),
         ({"change": [{"at_step": 1.5, "speeds": [1, 1]}]}, "at_step=1.5; give a whole number"),
-        ({"change": [{"at_s": -1, "speeds": [1, 1]}]}, "at_s=-1; give seconds"),
+        ({"change": [{"at_s": -1, "speeds": [1, 1]}]}, "at_s=-1; give a number"),
         ({"change": [{"at_step": 1, "speed": [1, 1]}]}, "unknown key speed; did you mean speeds"),
         ({"change": [{"at_s": s, "speeds": [1, 1]} for s in (2, 1)]}, "in order"),
     ],
