@@ -47,9 +47,7 @@ def examine_group() -> Examination | None:
     peers.generation = replace(peers.generation, gradients=group)
     examination = examine(peers, device)
     peers.liveness.finish()
-    peers.part()
-    groups.leave()
-    peers.liveness.leave()
+    peers.leave(groups.leave)
     return examination
 
 

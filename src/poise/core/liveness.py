@@ -67,6 +67,8 @@ class Sign:
     """Done: it reached the end of its script. Left: it stopped before the end."""
     why: str = ""
     """The reason for leaving."""
+    note: str = ""
+    """What else the others may want to know of it."""
     knows: bool = False
     """Whether it needs to hear nothing more: it has heard who is to blame, or leaves."""
 

@@ -6,7 +6,6 @@ gradient that no optimizer uses, as when a GradScaler leaves a step out, unless 
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from poise.core.finiteness import UNUSED_IN_A_ROW, Claim, culprits, message, spe
 from poise.errors import PoiseWarning
 from poise.runtime.events import Applied, Events, NotFinite, Resumed
 from poise.runtime.peers import Peers
-from poise.runtime.rendezvous import RendezvousLost
 
 
 class Finiteness:
@@ -32,7 +30,6 @@ class Finiteness:
         self._own: Claim | None = None
         self._told = False
         self._hears_updates = False
-        self._leave()
 
     def listen(self, events: Events) -> None:
         """Hear of gradients that are not finite; of updates only from the first of them on."""
@@ -71,11 +68,10 @@ class Finiteness:
     def _tell(self, own: Claim) -> None:
         me = self._peers.generation.worker
         claims = {me: own}
-        with suppress(RendezvousLost):  # then this worker's own is all that is known
-            everybody = range(self._peers.generation.workers)
-            texts = self._peers.rendezvous.get([self._key(worker) for worker in everybody])
-            found = zip(everybody, map(Claim.from_json, texts), strict=True)
-            claims |= {worker: claim for worker, claim in found if claim is not None}
+        for worker, text in self._peers.liveness.notes().items():
+            claim = Claim.from_json(text)
+            if claim is not None:
+                claims[worker] = claim
         blamed = culprits(own, claims)
         self._told = True
         if speaks(me, blamed):
@@ -85,9 +81,4 @@ class Finiteness:
 
     def _leave(self) -> None:
         """Leave word of this worker, so that the others need not wait for it."""
-        with suppress(RendezvousLost):
-            text = "" if self._own is None else self._own.to_json()
-            self._peers.rendezvous.set(self._key(self._peers.generation.worker), text)
-
-    def _key(self, worker: int) -> str:
-        return f"finite/{self._peers.generation.number}/{worker}"
+        self._peers.liveness.note("" if self._own is None else self._own.to_json())

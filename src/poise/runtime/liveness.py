@@ -70,6 +70,7 @@ class Liveness:
         if generation.workers > 1:
             self._heartbeat.start()
             self._lookout.start()
+            self._heartbeat.settle(limits.silent_s)  # so that a worker that is lost is known
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -157,6 +158,17 @@ class Liveness:
             limit_s = self._limits.silent_s
             self._lookout.await_others(lambda peers: all(peer.knows for peer in peers), limit_s)
         self.end()
+
+    def note(self, text: str) -> None:
+        """Let the others know something of this worker, before it meets them again."""
+        self._say(note=text)
+        self._heartbeat.settle(self._limits.broken_s)
+
+    def notes(self) -> dict[int, str]:
+        """Return what the others let everybody know, as far as they can be heard."""
+        self._heartbeat.watch_all()
+        self._heartbeat.settle(self._limits.broken_s)
+        return {worker: sign.note for worker, sign in self._heartbeat.heard.signs.items()}
 
     def end(self) -> None:
         """Give no more signs of life, at once."""

@@ -120,8 +120,7 @@ class Lookout(threading.Thread):
         """See whether somebody is lost."""
         heartbeat, search, limits = self._heartbeat, self._search, self._limits
         heard, mine = heartbeat.heard, self._worker.sign()
-        for peer in heard.signs.values():
-            self._neighbors.meet(peer)
+        self._meet_neighbors()
         if heard.cause is not None:
             self._adopt(heard.cause)
             return
@@ -151,6 +150,10 @@ class Lookout(threading.Thread):
             heartbeat.request()
         if search.weighed_s > 4 * self._limits.beat_s:  # the host does not answer
             self._adopt(found)
+
+    def _meet_neighbors(self) -> None:
+        for peer in self._heartbeat.heard.signs.values():
+            self._neighbors.meet(peer)
 
     def _processes(self) -> dict[int, Process]:
         heard, some_s = self._heartbeat.heard, 4 * self._limits.beat_s
@@ -207,6 +210,7 @@ class Lookout(threading.Thread):
         if self.verdict is None and self._worker.sign().state == "running":
             self._heartbeat.watch_all()
             self._heartbeat.settle(self._limits.broken_s)
+            self._meet_neighbors()
             self._neighbors.wait(0.0)
             heard, mine = self._heartbeat.heard, self._worker.sign()
             view = View(mine, heard, self._processes(), "broken", self._limits)

@@ -1,6 +1,7 @@
 """The other workers: what is sized by their number, and built anew from each generation."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from poise.core.liveness import Limits
@@ -36,10 +37,13 @@ class Peers:
         self.liveness.end()
         self._build(generation)
 
-    def part(self) -> None:
-        """Let go of the connections: when nothing else holds them, the others see that."""
-        self.generation.collectives.close()
-        self.generation = replace(self.generation, gradients=None)
+    def leave(self, disconnect: Callable[[], None]) -> None:
+        """Let go of the connections, also of those that the adapter holds: the others see that."""
+        with self.liveness.leaving():
+            self.generation.collectives.close()
+            self.generation = replace(self.generation, gradients=None)
+            disconnect()
+        self.liveness.leave()
 
     def introduce(self, me: Member) -> int:
         """Have everybody know all members; return how many of them share this one's host.

@@ -238,7 +238,7 @@ class Session:
                 self._exchange.finish()
             self.events.tell(self.stamped(Closed))
         finally:
-            self._leave(disconnect)
+            self.peers.leave(disconnect)
 
     def fail(self, error: BaseException, disconnect: Callable[[], None] = lambda: None) -> None:
         """Tell the others why this worker stops, and leave."""
@@ -246,13 +246,7 @@ class Session:
             self.peers.liveness.fail(f"{type(error).__name__}: {error}")
             self.events.tell(self.stamped(Closed))
         finally:
-            self._leave(disconnect)
-
-    def _leave(self, disconnect: Callable[[], None]) -> None:
-        with self.peers.liveness.leaving():
-            self.peers.part()
-            disconnect()
-        self.peers.liveness.leave()
+            self.peers.leave(disconnect)
 
 
 class Fetching:

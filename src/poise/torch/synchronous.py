@@ -157,7 +157,7 @@ class Synchronous:
     def close(self) -> None:
         """Wait for the other workers to be done, and free what this training holds."""
         if self._ending():
-            self._session.close(self._disconnect)
+            self._session.close(self._groups.leave)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this worker stops, and leave the groups, which they notice."""
@@ -167,18 +167,15 @@ class Synchronous:
             # A call of the script's own to torch.distributed, which another worker keeps from
             # going on: that one is to blame.
             self._session.peers.liveness.lost("a call of the script", disconnection(error))
-        self._session.fail(error, self._disconnect)
+        self._session.fail(error, self._groups.leave)
 
     def _ending(self) -> bool:
-        """Let go of the optimizers; False: that was done before."""
+        """Let go of optimizers and models; False: that was done before."""
         if self._closed:
             return False
         self._closed = True
         if self._built is not None:
             self._built.updates.release()
+            for link in self._built.links:
+                link.release()
         return True
-
-    def _disconnect(self) -> None:
-        for link in () if self._built is None else self._built.links:
-            link.release()
-        self._groups.leave()
