@@ -166,7 +166,7 @@ def test_an_epoch_ends_only_when_its_samples_are_consumed() -> None:
         ({3: [1, 2]}, "add one for step 0"),
         ({0: [1, 2], -1: [2, 1]}, "step -1"),
         ({0: [1, 2], 1.5: [2, 1]}, "step 1.5"),
-        ({0: 3}, "has 3 for step 0"),
+        ({0: 3}, "with 3 for step 0"),
         ("12", "'12' for step 0"),
     ],
 )

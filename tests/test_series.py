@@ -89,7 +89,7 @@ def test_a_run_that_was_killed_before_its_header_stops_no_other(tmp_path: Path) 
 
 
 def test_a_series_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetting, match="cannot be read"):
+    with pytest.raises(InvalidSetting, match="there is no file"):
         read_series(tmp_path / "run.jsonl")
     for name in ("run.jsonl", "run.2.jsonl"):
         (tmp_path / name).write_text("")

@@ -99,6 +99,8 @@ def private_names_of_torch(tree: ast.AST, ours: set[str], known: set[str]) -> se
     given = set(imported.values())
     found = {name for name in imported if re.search(r"\._[A-Za-z]", name)}
     for owner, name in used_names(tree):
+        if owner == "os":  # os._exit has an underscore, and is public
+            continue
         of_torch = owner.split(".")[0] in given
         of_another = owner != "self" and name in known
         if of_torch or of_another or name not in ours:

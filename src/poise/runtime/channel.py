@@ -33,7 +33,7 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_US
 milliseconds, how long what was sent may stay unanswered."""
 _PIECE = 2**20
 """Bytes that are asked for at a time, however many are announced."""
-_LEAST_S = 0.001
+_LEAST_S, _LONG_S = 0.001, 1e6
 _UNREAD = struct.Struct("i")
 _open: "WeakSet[socket.socket]" = WeakSet()
 _watching: list[bool] = []
@@ -65,8 +65,6 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        # A second handle without a limit, so that a sign of life never waits.
-        self._beating = socket.socket(fileno=os.dup(end.fileno()))
         self._sending = threading.Lock()
         self._unsent = b""
         """The rest of a sign of life for which there was no room."""
@@ -74,8 +72,9 @@ class Channel:
         self._limit_s: float | None = end.gettimeout()
         self._deadline_s: float | None = None
         self._why = "the connection is closed"
+        # It always has a limit: then its descriptor does not block, and a sign of life never waits.
+        end.settimeout(_LONG_S if self._limit_s is None else self._limit_s)
         keep_from_children(end)
-        keep_from_children(self._beating)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
@@ -112,7 +111,7 @@ class Channel:
     def send(self, data: bytes) -> None:
         """Send bytes, announced by their number."""
         with self._sending:
-            self._socket.settimeout(self._limit_s)
+            self._socket.settimeout(_LONG_S if self._limit_s is None else self._limit_s)
             unsent, self._unsent = self._unsent, b""
             self._socket.sendall(unsent + _LENGTH.pack(len(data)) + data)
 
@@ -122,7 +121,7 @@ class Channel:
             return
         try:
             beat = self._unsent or _BEAT
-            self._unsent = beat[self._beating.send(beat, socket.MSG_DONTWAIT) :]
+            self._unsent = beat[os.write(self._socket.fileno(), beat) :]
         except OSError:  # no room, or closed: whoever reads is told
             pass
         finally:
@@ -131,7 +130,7 @@ class Channel:
     def arrived(self) -> int:
         """Return how many bytes have come, whether they are read or not."""
         try:
-            answer = fcntl.ioctl(self._beating.fileno(), termios.FIONREAD, bytes(_UNREAD.size))
+            answer = fcntl.ioctl(self._socket.fileno(), termios.FIONREAD, bytes(_UNREAD.size))
         except (OSError, ValueError):  # it is closed
             return self._received
         unread: int = _UNREAD.unpack(answer)[0]
@@ -156,8 +155,8 @@ class Channel:
     def _read(self, count: int, deadline_s: float | None) -> bytes:
         parts, missing = [], count
         while missing:
-            left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), _LEAST_S)
-            self._socket.settimeout(left_s)
+            left_s = _LONG_S if deadline_s is None else deadline_s - time.monotonic()
+            self._socket.settimeout(max(left_s, _LEAST_S))
             part = self._socket.recv(min(missing, _PIECE))
             if not part:
                 raise EOFError(self._why)
@@ -194,5 +193,4 @@ class Channel:
 
     def close(self) -> None:
         """Let go of the connection."""
-        self._beating.close()
         self._socket.close()

@@ -48,11 +48,14 @@ class OwnPart:
             self.read()
             self.ask(step, bucket, gradient)
             return
-        found = self._looks.get(gradient.data_ptr())
-        numbers, places = self._begin(bucket, gradient) if found is None else found
         total = 0.0
-        for place in places:
-            total += numbers[place]  # type: ignore[assignment] # a number, or a tensor of one
+        if gradient.is_sparse:  # it lies in no flat memory, and is small
+            total = float(torch.sparse.sum(gradient))
+        else:
+            found = self._looks.get(gradient.data_ptr())
+            numbers, places = self._begin(bucket, gradient) if found is None else found
+            for place in places:
+                total += numbers[place]  # type: ignore[assignment] # a number, or a tensor of one
         if not math.isfinite(total):
             stamp, weights = self._session.stopwatch.stamp(), self._weights_are_finite()
             self._session.events.tell(NotFinite(step, stamp, weights=weights, used=False))
