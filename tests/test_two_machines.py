@@ -143,7 +143,8 @@ def meet(machines: TwoMachines, master: dict[str, str], **more: str) -> dict[str
     found = {}
     for host, process in running.items():
         code, output = ended(process)
-        errors = re.findall(r"^poise\.errors\.WorkerLost: (.*)$", output, re.M)
+        # One that waits in gloo is told by the other, and ends without an exception.
+        errors = re.findall(r"^(?:poise\.errors\.WorkerLost|poise): (.*)$", output, re.M)
         assert code == bool(errors), output
         found[host] = errors[-1] if errors else ""
     return found

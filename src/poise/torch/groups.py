@@ -123,7 +123,7 @@ def _init_world(timeout: timedelta | None) -> None:
         store = HashStore() if launch is None else launch_store(launch, timeout)
         part = _own_part(store, "world", worker)
         limit_s = Limits.hang_s if timeout is None else timeout.total_seconds()
-        with nullcontext() if workers == 1 else meeting(part, worker, limit_s):
+        with nullcontext() if launch is None else meeting(part, launch, limit_s):
             dist.init_process_group(
                 "gloo", store=part, rank=worker, world_size=workers, timeout=timeout
             )

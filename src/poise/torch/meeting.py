@@ -51,7 +51,7 @@ def advice_on_meeting(launch: Launch | None, error: str) -> str:
 
 
 @contextmanager
-def meeting(store: Store, worker: int, limit_s: float) -> Iterator[None]:
+def meeting(store: Store, launch: Launch, limit_s: float) -> Iterator[None]:
     """Make process groups in here; if another worker fails in it, or time is up, so does this one.
 
     Where torch does not come back, this process ends, with a line that says why.
@@ -62,7 +62,8 @@ def meeting(store: Store, worker: int, limit_s: float) -> Iterator[None]:
     def look() -> None:
         why = _news(clone, over, limit_s)
         if why is not None and not over.wait(_GRACE_S):
-            sys.stderr.write(f"poise: worker {worker}: {why}\n")
+            advice = advice_on_meeting(launch, why)
+            sys.stderr.write(f"poise: worker {launch.worker}: {why}; {advice}\n")
             sys.stderr.flush()
             os._exit(1)
 
@@ -72,7 +73,9 @@ def meeting(store: Store, worker: int, limit_s: float) -> Iterator[None]:
         yield
     except RuntimeError as error:
         with suppress(RuntimeError):
-            store.set(_FAILED, f"worker {worker} could not meet the others: {_first_line(error)}")
+            store.set(
+                _FAILED, f"worker {launch.worker} could not meet the others: {_first_line(error)}"
+            )
         over.wait(2 * _LOOK_S)  # this process may host the store, and the others look there
         raise
     finally:
