@@ -126,7 +126,7 @@ def test_a_worker_that_never_joins_is_reported_after_the_limit(workers: Workers)
 
 
 SCRIPT = """
-    import os, re, subprocess, sys, time
+    import multiprocessing, os, re, signal, subprocess, sys, time
     import torch
     from torch.utils.data import DataLoader, TensorDataset
     from poise.torch import Balancer
@@ -263,6 +263,30 @@ def test_a_worker_whose_interpreter_is_locked_for_long_is_not_lost(tmp_path: Pat
     locked = "re.match('(a+)+$', 'a' * 26 + 'b')"
     results = run_script(tmp_path, f"[{locked} for _ in range(2)]")
     assert [code for code, _, _ in results] == [0, 0, 0], results
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_child_that_the_script_forks_is_the_childs(tmp_path: Path) -> None:
+    """It inherits the handler, and the socket by which the parent hears of signals."""
+    child = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))"
+    fault = f"child = {child}; child.start(); child.terminate(); child.join()"
+    results = run_script(tmp_path, fault)
+    assert [(code, err) for code, _, err in results] == [(0, "")] * 3
+
+
+@pytest.mark.slow
+def test_a_handler_that_the_script_installs_later_counts(tmp_path: Path) -> None:
+    handler = "signal.signal(15, lambda *_: None)"
+    results = run_script(tmp_path, f"{handler}; os.kill(os.getpid(), 15); time.sleep(1)")
+    assert [code for code, _, _ in results] == [0, 0, 0], results
+
+
+@pytest.mark.slow
+def test_survivors_end_also_if_nothing_can_be_said(tmp_path: Path) -> None:
+    fault = f"{STOP}\n    if step == 4: sys.stderr = open('/dev/full', 'w')"
+    results = run_script(tmp_path, fault)
+    for worker in (0, 2):  # 120: the interpreter could not say anything either
+        assert results[worker][0] in (1, 120)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_US
 milliseconds, how long what was sent may stay unanswered."""
 _PIECE = 2**20
 """Bytes that are asked for at a time, however many are announced."""
-_LEAST_S, _LONG_S = 0.001, 1e6
+_LEAST_S, _LONG_S, _CLOSING_S = 0.001, 1e6, 1.0
 _UNREAD = struct.Struct("i")
 _open: "WeakSet[socket.socket]" = WeakSet()
 _watching: list[bool] = []
@@ -48,11 +48,6 @@ def keep_from_children(end: socket.socket) -> None:
         _watching.append(True)
         os.register_at_fork(after_in_child=_let_go)
     _open.add(end)
-
-
-def descriptors() -> set[int]:
-    """Return the descriptors of all channels of this process."""
-    return {end.fileno() for end in list(_open)}
 
 
 def _let_go() -> None:
@@ -192,5 +187,11 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Let go of the connection, but not in the middle of a sign of life.
+
+        Its descriptor may be a file's a moment later.
+        """
+        sending = self._sending.acquire(timeout=_CLOSING_S)
         self._socket.close()
+        if sending:
+            self._sending.release()

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -195,8 +195,8 @@ class Liveness:
         self._generation.collectives.cut()
 
     def report(self, blame: Blame) -> None:
-        """Say who is lost, unless this worker is at its end anyway."""
-        if self._said.state != "running":
+        """Say who is lost, unless that is this worker itself, which has said so."""
+        if self._said.state == "left":
             return
         self._say(knows=True)
         doing = self.here.doing[-1:] or [
@@ -206,8 +206,9 @@ class Liveness:
         self._print(blame.reason + "".join(f" ({each} cannot go on)" for each in doing))
 
     def _print(self, message: str) -> None:
-        sys.stderr.write(f"poise: worker {self._said.worker}: {message}\n")
-        sys.stderr.flush()
+        with suppress(Exception):  # a disk may be full, or nobody read: it is in the error, too
+            sys.stderr.write(f"poise: worker {self._said.worker}: {message}\n")
+            sys.stderr.flush()
 
     def _say(self, **changes: Any) -> None:
         self._said = replace(self._said, **changes)

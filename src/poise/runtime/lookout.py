@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Protocol
 
 from poise.core.liveness import Blame, Limits, Process, Sign, Trouble, View, find_culprit
@@ -55,7 +56,7 @@ class Lookout(threading.Thread):
         """Look, until the end."""
         beat_s, rounds, looked_s = self._limits.beat_s, 0, time.monotonic()
         while not self._over:
-            if self._neighbors.wait(beat_s):
+            if self._neighbors.wait(beat_s) and self._termination and self._termination.counts:
                 self._terminate()
             # Time in which this thread did not run, as in a stopped process, does not count.
             now_s = time.monotonic()
@@ -64,10 +65,12 @@ class Lookout(threading.Thread):
                 rounds, self._search.deaf_s = self._heartbeat.rounds, 0.0
             else:
                 self._search.deaf_s += passed_s
-            if self.verdict is None:
-                self._look(passed_s)
-            if self.verdict is not None:
-                self._press(passed_s)
+            with suppress(Exception):  # nothing ends this thread: the others' waits end by it
+                if self.verdict is None:
+                    self._look(passed_s)
+            with suppress(Exception):
+                if self.verdict is not None:
+                    self._press(passed_s)
 
     def find(self, trouble: Trouble) -> Blame | None:
         """Return who is to blame for what this worker saw; None: nobody can be found."""
@@ -185,24 +188,27 @@ class Lookout(threading.Thread):
             if self.verdict is not None:
                 return
             self.verdict = blame
-        self._worker.report(blame)
-        with self._changed:
-            self._changed.notify_all()
+        try:
+            self._worker.report(blame)
+        finally:
+            with self._changed:
+                self._changed.notify_all()
 
     def _press(self, passed_s: float) -> None:
         """End what this worker waits in; if it does not end, end the process."""
-        if not self._worker.waits():
-            self._search.pressed_s = 0.0
-            return
-        self._worker.cut()
-        self._search.pressed_s += passed_s
+        waits = self._worker.waits()
+        if waits or self._worker.sign().state == "running":  # perhaps in a call of the script's own
+            self._worker.cut()
+        self._search.pressed_s = self._search.pressed_s + passed_s if waits else 0.0
         if self._search.pressed_s > self._limits.silent_s:
-            sys.stderr.write(
-                f"poise: worker {self._worker.sign().worker} waits for a lost worker and cannot "
-                "be woken up; its process ends here:\n"
-            )
-            faulthandler.dump_traceback()
-            os._exit(_FAILED)
+            try:
+                sys.stderr.write(
+                    f"poise: worker {self._worker.sign().worker} waits for a lost worker and "
+                    "cannot be woken up; its process ends here:\n"
+                )
+                faulthandler.dump_traceback()
+            finally:
+                os._exit(_FAILED)
 
     def _terminate(self) -> None:
         """SIGTERM came: say why, if another worker is lost, and end."""
@@ -220,7 +226,8 @@ class Lookout(threading.Thread):
             why = f"{mine.address} was terminated by SIGTERM at step {mine.step}"
             self._heartbeat.propose(heard.cause or found or Blame(mine.worker, why))
             self._heartbeat.settle(self._limits.broken_s)
-            self._adopt(self._heartbeat.heard.cause or found or Blame(mine.worker, why))
+            with suppress(Exception):
+                self._adopt(self._heartbeat.heard.cause or found or Blame(mine.worker, why))
         end_by_signal()
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from poise.core.liveness import Limits
@@ -44,8 +45,9 @@ class Pulse(threading.Thread):
             with self._changing:
                 watched = list(self._watched.items())
             for channel, each in watched:
-                channel.beat()
-                self._look(channel, each, passed_s)
+                with suppress(Exception):  # nothing ends this thread: waits end by it
+                    channel.beat()
+                    self._look(channel, each, passed_s)
 
     def end(self) -> None:
         """Beat no more."""

@@ -18,7 +18,7 @@ from poise.engine.bsp import Engine
 from poise.engine.progress import Progress
 from poise.engine.rhythm import delay
 from poise.engine.start_step import Announcements
-from poise.errors import OutOfOrder, PoiseError
+from poise.errors import OutOfOrder
 from poise.runtime.clocks import Clock, HostClock, Stamp, Stopwatch, Waits
 from poise.runtime.events import (
     Applied,
@@ -70,8 +70,8 @@ class Session:
         self.peers = Peers(generation, rendezvous, events, waits, settings.count, limits)
         try:
             self.first_plans, self.engine = _started(settings, generation)
-        except PoiseError as error:
-            self.peers.liveness.fail(f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            self.peers.liveness.fail(_said(error))
             self.peers.liveness.leave()
             raise
         self.plan: Plan = self.first_plans.at(0)
@@ -243,7 +243,7 @@ class Session:
     def fail(self, error: BaseException, disconnect: Callable[[], None] = lambda: None) -> None:
         """Tell the others why this worker stops, and leave."""
         try:
-            self.peers.liveness.fail(f"{type(error).__name__}: {error}")
+            self.peers.liveness.fail(_said(error))
             self.events.tell(self.stamped(Closed))
         finally:
             self.peers.leave(disconnect)
@@ -266,6 +266,10 @@ class Fetching:
     def __exit__(self, *_: object) -> None:
         excused_s = self._stopwatch.waits.seconds - self._excused_s
         self.fetch_s = self._stopwatch.clock.host_s() - self.asked_s - excused_s
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _identities(members: Sequence[Member]) -> list[Identity]:

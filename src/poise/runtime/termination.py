@@ -11,8 +11,13 @@ import signal
 import socket
 import threading
 from contextlib import suppress
+from weakref import WeakSet
 
 SIGNAL = signal.SIGTERM
+
+
+_known: "WeakSet[Termination]" = WeakSet()
+_watching: list[bool] = []
 
 
 class Termination:
@@ -22,6 +27,7 @@ class Termination:
         """Have the number of a signal written to a socket; it must not block."""
         self._installed = False
         self._over = False
+        self._written_to = written_to
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
@@ -32,6 +38,17 @@ class Termination:
             return
         signal.signal(SIGNAL, self._handle)
         self._installed = True
+        _known.add(self)
+        if not _watching:
+            _watching.append(True)
+            os.register_at_fork(
+                before=_hold_back, after_in_parent=_let_through, after_in_child=_release_all
+            )
+
+    @property
+    def counts(self) -> bool:
+        """Whether the signal is still ours: a script may have taken it over since."""
+        return self._installed and signal.getsignal(SIGNAL) == self._handle
 
     def release(self) -> None:
         """Leave the signal to the system again."""
@@ -48,6 +65,28 @@ class Termination:
         """Leave it to the thread that reads from the socket, as long as there is one."""
         if self._over:
             end_by_signal()
+        with suppress(OSError):  # an event loop may have the interpreter write elsewhere
+            self._written_to.send(bytes([number]))
+
+
+_forking = threading.local()
+"""Which signals the thread that forks had held back before."""
+
+
+def _hold_back() -> None:
+    """Before a fork: a signal that comes to the child at once must not reach its parent."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+
+
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _release_all() -> None:
+    """In a process that was just forked: its signals are its own, and not its parent's."""
+    for each in list(_known):
+        each.release()
+    _let_through()
 
 
 def end_by_signal() -> None:

@@ -83,10 +83,10 @@ class GlooCollectives:
 class StoreRendezvous:
     """A store of torch's: what one worker sets, all get."""
 
-    def __init__(self, store: Store, host: str, limit_s: float) -> None:
+    def __init__(self, store: Store, host: str, port: int | None, limit_s: float) -> None:
         """Connect with the store's host, by a connection of its own, within a limit."""
         self.host = host
-        self.sockets = Sockets()
+        self.sockets = Sockets(port)
         with self.sockets.opening(limit_s):
             self._store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
         self._seen: set[str] = set()
@@ -135,6 +135,13 @@ def raise_if_disconnected(error: RuntimeError) -> None:
     """
     if is_disconnection(error):
         raise disconnection(error) from error.with_traceback(None)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error that a script did not expect is the loss of another worker."""
+    words = ("Connection closed by peer", "Connection reset by peer", "imed out")
+    known = isinstance(error, RuntimeError) and is_disconnection(error)
+    return known and (isinstance(error, DistError) or any(each in str(error) for each in words))
 
 
 def is_disconnection(error: RuntimeError) -> bool:

@@ -30,12 +30,11 @@ class Groups:
         # Torch keeps to its limit, unless the process that hosts the store is stopped.
         limit_s = (hang_s or Limits.hang_s) + silent_s
         with self._sockets.opening(limit_s):
-            if self._owns_world:
-                _init_world(self._timeout)
-            control = dist.new_group(backend="gloo", timeout=self._timeout)
+            control = _met(self._timeout, owns_world=self._owns_world)
             store = _own_part(default_store(), "balancer", dist.get_rank())
-        self.rendezvous = StoreRendezvous(store, _store_host(), limit_s)
-        self._sockets.count_store(_port_of(store), spared=self.rendezvous.sockets)
+        port = _port_of(store)
+        self.rendezvous = StoreRendezvous(store, _store_host(), port, limit_s)
+        self._sockets.count_store(port, spared=self.rendezvous.sockets)
         self._own: list[ProcessGroup] = [control]
         """Groups made here: that for control, always gloo, and perhaps one for gradients."""
 
@@ -115,18 +114,31 @@ def _serves(config: str, devices: Sequence[str]) -> bool:
     return len(needed) == 1 and None not in needed
 
 
-def _init_world(timeout: timedelta | None) -> None:
-    """Make the default group, always of gloo, which workers on any device have."""
+def _met(timeout: timedelta | None, *, owns_world: bool) -> ProcessGroup:
+    """Meet the others, and return a group for control.
+
+    If there is no default group yet, it is made here, always of gloo, which workers on any device
+    have.
+    """
     launch = launched_as()
+    if not owns_world:
+        address = "" if launch is None else launch.address
+        launch = Launch(dist.get_rank(), dist.get_world_size(), address)
     worker, workers = (launch.worker, launch.workers) if launch else (0, 1)
+    limit_s = Limits.hang_s if timeout is None else timeout.total_seconds()
     try:
-        store = HashStore() if launch is None else launch_store(launch, timeout)
+        if not owns_world:
+            store = default_store()
+        else:
+            store = HashStore() if launch is None else launch_store(launch, timeout)
         part = _own_part(store, "world", worker)
-        limit_s = Limits.hang_s if timeout is None else timeout.total_seconds()
         with nullcontext() if launch is None else meeting(part, launch, limit_s):
-            dist.init_process_group(
-                "gloo", store=part, rank=worker, world_size=workers, timeout=timeout
-            )
+            if owns_world:
+                dist.init_process_group(
+                    "gloo", store=part, rank=worker, world_size=workers, timeout=timeout
+                )
+            control: ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+            return control
     except RuntimeError as error:
         raise WorkerLost(
             f"worker {worker} could not meet all {workers} workers: "

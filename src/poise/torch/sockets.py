@@ -3,14 +3,16 @@
 Gloo's groups cannot be aborted, and a call of a TCPStore whose host is stopped does not return:
 torch's own limits do not reach that far. What does is to shut down their sockets: whoever waits
 for one is told at once that the other end is gone. Which sockets these are is seen by looking at
-this process's descriptors before and after torch opens them.
+this process's descriptors before and after torch opens them. Those that other threads open at the
+same time are told apart: Python's own are closed when another program is run, and gloo's are not;
+a store's are known by its port.
 """
 
 import os
 import socket
 import stat
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet
@@ -23,9 +25,10 @@ _watching: list[bool] = []
 class Sockets:
     """Connections of this process, known by descriptor and inode, which together are unique."""
 
-    def __init__(self) -> None:
-        """Know none yet."""
+    def __init__(self, store_port: int | None = None) -> None:
+        """Know none yet; of those that are opened, a store with this port has some."""
         self._inodes: dict[int, int] = {}
+        self._opened_port = store_port
         self._store_port: int | None = None
         self._spared: Sockets | None = None
         _known.add(self)
@@ -39,7 +42,8 @@ class Sockets:
         before = _sockets()
 
         def look() -> None:
-            self._inodes.update(_sockets().items() - before.items())
+            opened = _sockets().items() - before.items()
+            self._inodes.update((n, inode) for n, inode in opened if self._is_torchs(n))
 
         def give_up() -> None:
             look()
@@ -56,11 +60,6 @@ class Sockets:
                 deadline.cancel()
                 deadline.join()
             look()
-
-    def leave_out(self, numbers: Collection[int]) -> None:
-        """Count some no more, by descriptor, which somebody else opened at the same time."""
-        for number in numbers:
-            self._inodes.pop(number, None)
 
     def count_store(self, port: int | None, *, spared: "Sockets") -> None:
         """Count the connections with the store at this port, whenever they come, but for some."""
@@ -101,6 +100,13 @@ class Sockets:
         for number in self._ours():
             os.dup2(nothing, number, inheritable=False)
         os.close(nothing)
+
+    def _is_torchs(self, number: int) -> bool:
+        ports = _ports(number)
+        try:
+            return bool(ports) and (self._opened_port in ports or os.get_inheritable(number))
+        except OSError:  # it is closed already
+            return False
 
     def _ours(self) -> dict[int, int]:
         """Return those that are open now, and the store's, by descriptor."""

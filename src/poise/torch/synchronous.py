@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from poise.core.noise import NoiseTrack
 from poise.core.plan import Plan
 from poise.engine.progress import Progress
-from poise.errors import InvalidSetting, OutOfOrder, PoiseError
+from poise.errors import InvalidSetting, OutOfOrder
 from poise.runtime.control import checked_mean
 from poise.runtime.events import Events, Prepared, Preparing
 from poise.runtime.recording import Recording
@@ -18,7 +18,7 @@ from poise.runtime.session import Session
 from poise.runtime.settings import most_samples
 from poise.runtime.training import Saved, Schedule
 from poise.torch.checks import handed_in, prepared
-from poise.torch.gloo import disconnection, is_disconnection
+from poise.torch.gloo import disconnection, is_loss
 from poise.torch.groups import Groups
 from poise.torch.loader import ShareLoader, lead
 from poise.torch.micro import Part
@@ -39,14 +39,14 @@ class Synchronous:
         self._built: Built | None = None
         try:
             self._session = Session(settings, groups.generation, groups.rendezvous, events)
-        except PoiseError:
+        except BaseException:
             groups.leave()
             raise
         try:
             self._most_samples = most_samples(settings.micro_batch, self.worker, self.workers)
             if settings.record is not None and self.worker == 0:
                 Recording(settings.record, self._session.engine).listen(events)
-        except PoiseError as error:
+        except BaseException as error:
             self.fail(error)
             raise
 
@@ -163,7 +163,7 @@ class Synchronous:
         """Tell the others why this worker stops, and leave the groups, which they notice."""
         if not self._ending():
             return
-        if isinstance(error, RuntimeError) and is_disconnection(error):
+        if isinstance(error, RuntimeError) and is_loss(error):
             # A call of the script's own to torch.distributed, which another worker keeps from
             # going on: that one is to blame.
             self._session.peers.liveness.lost("a call of the script", disconnection(error))

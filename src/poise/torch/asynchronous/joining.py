@@ -25,6 +25,7 @@ _AGAIN_S = 0.2
 _SAY_S = 3.0
 _CLOSED_S = 15.0
 """How long a server may hang up at once: it hears only so many at a time that it does not know."""
+_ANSWER_S = 10.0
 _LAST_PORT = 65535
 
 
@@ -35,9 +36,10 @@ class Joining:
         """Knock at the server's door, which may not be there yet."""
         self.address = address
         self.link = Link(_let_in(address, about))
-        self.link.channel.set_limit(None)
+        self.link.channel.set_limit(max(limits.silent_s, _ANSWER_S))
         with server_needed(address):
             answer = self._heard()
+        self.link.channel.set_limit(None)  # from here on, its signs of life tell
         self.worker = int(answer["worker"])
         """The number that the server gives to this worker."""
         self.ahead = bool(answer["ahead"])
@@ -67,9 +69,10 @@ class Joining:
 
     def _silent(self, why: str) -> None:
         """The server is lost: say so at once, since this worker may compute for long."""
-        sys.stderr.write(f"poise: worker {self.worker}: the server at {self.address}: {why}\n")
-        sys.stderr.flush()
         self.link.cut(why)
+        with suppress(Exception):  # a disk may be full, or nobody read
+            sys.stderr.write(f"poise: worker {self.worker}: the server at {self.address}: {why}\n")
+            sys.stderr.flush()
 
     def _heard(self) -> dict[str, Any]:
         return heard(self.link.channel, f"the server at {self.address} refuses: ")

@@ -4,9 +4,8 @@ The channel says what comes; what is large travels in a process group of two, wh
 other through the channel. The end of a process closes both.
 """
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +13,12 @@ import torch
 from torch.distributed import Store
 
 from poise.errors import Disagreement, ServerLost
-from poise.runtime.channel import GONE, Channel, descriptors
+from poise.runtime.channel import GONE, Channel
 from poise.torch.asynchronous.messages import Message, message_of, text_of
 from poise.torch.sockets import Sockets
 from poise.torch.torch_private import gloo_pair
 
 _TRANSFER = timedelta(minutes=5)
-_pairing = threading.Lock()
 
 
 class Link:
@@ -54,10 +52,9 @@ class Link:
         with self._as_connection():
             try:
                 letters = _Letters(self.channel)
-                # One at a time, so that a server knows which sockets are whose.
-                with _pairing, self._sockets.opening():
+                # A server pairs with several at a time, and cannot tell whose sockets are whose.
+                with nullcontext() if server else self._sockets.opening():
                     self._pair = gloo_pair(letters, 1 - self._peer, self.channel.host, _TRANSFER)
-                self._sockets.leave_out(descriptors())  # of those who knocked meanwhile
             except (ValueError, LookupError, ArithmeticError, MemoryError) as error:
                 # Of gloo, which reads what the other end says, or of a key that is no UTF-8.
                 raise Disagreement("the other end of a connection cannot be paired with") from error
@@ -112,8 +109,8 @@ def server_needed(address: str, doing: str = "") -> Iterator[None]:
     except GONE as error:
         why = f"{doing} cannot go on: {error}" if doing else str(error)
         raise ServerLost(
-            f"the server at {address} is gone ({why}); start it again, from its last save, and "
-            "then this worker"
+            f"the server at {address} is gone, or has given this worker up ({why}); if it does "
+            "not run, start it again, from its last save; then start this worker"
         ) from error
 
 
