@@ -199,6 +199,9 @@ class Liveness:
         if self._said.state == "left":
             return
         self._say(knows=True)
+        if self._said.state == "done":
+            self._print(blame.reason)
+            return
         doing = self.here.doing[-1:] or [
             f"the reduction of step {self.here.step}"
             for _ in range(self.here.reduced, self.here.reductions)
