@@ -57,7 +57,9 @@ class Termination:
             return
         self._installed = False
         with suppress(ValueError):
-            signal.set_wakeup_fd(-1)
+            others = signal.set_wakeup_fd(-1)
+            if others not in (-1, self._written_to.fileno()):  # an event loop's, set since
+                signal.set_wakeup_fd(others)
         if signal.getsignal(SIGNAL) == self._handle:
             signal.signal(SIGNAL, signal.SIG_DFL)
 
