@@ -39,7 +39,7 @@ SAID = {
     "out of memory": "can't allocate memory",
     "stop": "no sign of life",
     "store host": "no sign of life",
-    "launcher": "launcher",
+    "launcher": "no sign of life",
     "cut link": "",
 }
 """What everybody has to be told, beside the number of the worker."""
@@ -59,6 +59,11 @@ class Fault:
     step: int
     loaders: int
     torchrun: bool
+
+    def is_named_in(self, line: str) -> bool:
+        """Whether this is what a line says, and who it happened to."""
+        culprit = "worker 0's launcher" if self.kind == "launcher" else f"worker {self.victim}"
+        return f": {culprit} " in line and SAID[self.kind] in line
 
     def __str__(self) -> str:
         launcher = "torchrun" if self.torchrun else "plain"
@@ -192,11 +197,7 @@ class Trial:
         fault, outcome, moments = self._fault, self.outcome, []
         for ear in survivors:
             said = ear.said()
-            wrong = [
-                line
-                for _, line in said
-                if f": worker {fault.victim} " not in line or SAID[fault.kind] not in line
-            ]
+            wrong = [line for _, line in said if not fault.is_named_in(line)]
             if not said or wrong:
                 outcome.named = False
                 last = [line for _, line in ear.lines][-1:]

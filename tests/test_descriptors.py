@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from poise.errors import ServerLost
 from poise.runtime.channel import Channel
 from poise.runtime.descriptors import Reserve, check_descriptors
 from poise.runtime.door import Door, knock
+from tests.processes import wait_for
 from tests.test_channel import an_open_door, knocked, name_of
 from tests.test_serve import LIMIT_S, running, serving
 
@@ -273,10 +274,3 @@ def test_training_goes_on_while_a_server_is_out_of_descriptors(tmp_path: Path) -
                 told_all = [each.communicate(timeout=LIMIT_S) for each in (server, first, fourth)]
                 codes = [each.returncode for each in (server, first, fourth)]
     assert codes == [0, 0, 0], told_all
-
-
-def wait_for(there: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not there():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)

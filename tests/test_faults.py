@@ -14,6 +14,7 @@ from poise.lab.processes import free_port, local_workers
 from poise.policy import Fixed
 from poise.torch import Balancer
 from tests.cluster import Fault, Outcome, Workers
+from tests.processes import running_from, wait_for
 from tests.training import Log, Recipe, train_balanced
 
 RECIPE = Recipe(samples=200, global_batch=10, epochs=1)
@@ -231,19 +232,44 @@ def test_a_worker_that_notices_late_names_the_same_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_under_torchrun_every_survivor_names_the_dead_one(tmp_path: Path, loaders: int) -> None:
     """It ends the others within a tenth of a second, by SIGTERM."""
+    said = said_under_torchrun(tmp_path, "os.kill(os.getpid(), 9)", loaders)
+    for worker in (0, 2):
+        assert len(said[worker]) == 1, said
+        assert f"worker {worker}: worker 1 " in said[worker][0]
+        assert "died at step 4" in said[worker][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signal", "words"),
+    [(19, "has given no sign of life for 2 s at step "), (9, "ended at step ")],
+)
+def test_torchrun_itself_is_named_by_all_workers(tmp_path: Path, signal: int, words: str) -> None:
+    """It hosts the store. If it was stopped, it goes on when all of them have ended."""
+    waking = "subprocess.Popen(['sh', '-c', f'sleep 9; kill -18 {os.getppid()} 2> /dev/null'])"
+    fault = f"{waking}; os.kill(os.getppid(), {signal}); time.sleep(6)"
+    said = said_under_torchrun(tmp_path, fault)
+    for worker, lines in said.items():
+        assert len(lines) == 1, said
+        assert lines[0].startswith(f"poise: worker {worker}: worker 0's launcher at "), said
+        assert words in lines[0], said
+
+
+def said_under_torchrun(tmp_path: Path, fault: str, loaders: int = 0) -> dict[int, list[str]]:
+    """Run SCRIPT on 3 workers; return what Poise said on each, once all of them have ended."""
     script = tmp_path / "train.py"
-    fault = "os.kill(os.getpid(), 9)"
     script.write_text(textwrap.dedent(SCRIPT).format(fault=fault, victim=1, loaders=loaders))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
     command += ["--master-port", str(free_port()), "--redirects", "3"]
     command += ["--log-dir", str(tmp_path), str(script)]
-    subprocess.run(command, timeout=120, check=False, capture_output=True)
-    for worker in (0, 2):
-        (log,) = tmp_path.rglob(f"{worker}/stderr.log")
-        said = [line for line in log.read_text().splitlines() if line.startswith("poise: ")]
-        assert len(said) == 1, log.read_text()
-        assert f"worker {worker}: worker 1 " in said[0]
-        assert "died at step 4" in said[0]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launcher:
+        launcher.communicate(timeout=120)
+    wait_for(lambda: not running_from(script))
+    logs = {worker: next(tmp_path.rglob(f"{worker}/stderr.log")) for worker in range(3)}
+    return {
+        worker: [line for line in log.read_text().splitlines() if line.startswith("poise: ")]
+        for worker, log in logs.items()
+    }
 
 
 @pytest.mark.slow

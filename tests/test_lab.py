@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +39,7 @@ from poise.lab.walk import declared_walk
 from poise.toml_file import Toml, read_toml
 from tests.cluster import Workers
 from tests.machine import needs_namespaces, needs_quotas
+from tests.processes import running_from, wait_for
 
 ROOT = Path(__file__).parent.parent
 PACE = Pace(per_sample_s=0.004, fixed_s=0.02)
@@ -414,22 +415,15 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_duty_cycle_stops_a_worker_and_lets_it_go_on() -> None:
     ours, theirs = socket.socketpair()
     with sleeper() as process, ours, theirs:
         throttle = DutyCycle(Member(process, ours), speed=0.01)
-        wait_until(lambda: state(process.pid) == "T")
+        wait_for(lambda: state(process.pid) == "T")
         throttle.set_speed(0.99)
-        wait_until(lambda: state(process.pid) == "S")
+        wait_for(lambda: state(process.pid) == "S")
         throttle.lift()
-        wait_until(lambda: state(process.pid) == "S")
+        wait_for(lambda: state(process.pid) == "S")
 
 
 def test_lines_pass_with_the_number_of_their_worker(
@@ -694,16 +688,7 @@ def training_lab(tmp_path: Path, *options: str) -> "Iterator[subprocess.Popen[st
         yield lab
         lab.communicate(timeout=LIMIT_S)
     assert leftovers(lab.pid) == []
-    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and runs(pid, tmp_path)]
-
-
-def runs(pid: str, path: Path) -> bool:
-    """Whether a process runs a script of this directory."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
-    return str(path) in command
+    assert not running_from(tmp_path)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from poise.core.liveness import (
     Blame,
@@ -9,7 +10,6 @@ from poise.core.liveness import (
     Limits,
     Process,
     Sign,
-    Trouble,
     View,
     find_culprit,
 )
@@ -27,11 +27,14 @@ def blamed(
     *,
     silent_s: Mapping[int, float] | None = None,
     processes: Mapping[int, Process] | None = None,
-    trouble: Trouble | None = None,
+    absent_s: Mapping[int, float] | None = None,
+    mine: Sign = ME,
+    **facts: Any,
 ) -> tuple[int, str] | None:
+    """Return who is to blame; facts are those of the rendezvous, and this worker's trouble."""
     silences = dict.fromkeys(signs, 0.0) | dict(silent_s or {})
-    heard = Heard(signs, silences)
-    blame = find_culprit(View(ME, heard, processes or {}, trouble, LIMITS))
+    heard = Heard(signs, silences, absent_s or {})
+    blame = find_culprit(View(mine, heard, processes or {}, limits=LIMITS, **facts))
     return None if blame is None else (blame.worker, blame.reason)
 
 
@@ -131,6 +134,70 @@ def test_nobody_is_blamed_while_all_are_well() -> None:
     assert blamed(PEERS) is None
     assert blamed(PEERS, trouble="broken") is None
     assert blamed(PEERS, trouble="timed out") is None
+
+
+OTHER = replace(ME, worker=4, pid=14)
+WORKER_0 = {**PEERS, 0: replace(ME, beat=5)}
+LAUNCHER = "worker 0's launcher at a:29500"
+
+
+def test_a_launcher_that_is_stopped_is_named_by_all_workers_also_by_worker_0() -> None:
+    for mine, signs in ((ME, PEERS), (OTHER, WORKER_0)):
+        assert blamed(signs, mine=mine, launcher=LAUNCHER, deaf_s=9.9) is None
+        worker, reason = blamed(signs, mine=mine, launcher=LAUNCHER, deaf_s=10.0) or (None, "")
+        assert worker == 0
+        assert reason.startswith(f"{LAUNCHER} has given no sign of life for 10 s at step 7: ")
+
+
+def test_workers_that_end_because_the_rendezvous_is_silent_are_not_blamed() -> None:
+    """One of them is a moment ahead of the others, and its process ends before they say so."""
+    for deaf_s in (2.1, 5.0, 9.9):
+        assert blamed(PEERS, processes={1: "ended"}, launcher=LAUNCHER, deaf_s=deaf_s) is None
+    worker, reason = blamed(
+        PEERS, processes={1: "ended"}, trouble="broken", launcher=LAUNCHER, deaf_s=10.0
+    ) or (None, "")
+    assert (worker, reason.startswith(LAUNCHER)) == (0, True)
+
+
+def test_a_death_is_named_while_the_rendezvous_answers_or_is_gone() -> None:
+    for deaf_s, gone in ((1.0, False), (5.0, True)):
+        found = blamed(PEERS, processes={3: "ended"}, launcher=LAUNCHER, deaf_s=deaf_s, gone=gone)
+        assert found == (3, "worker 3 (process 13 on a) died at step 7")
+
+
+def test_a_launcher_that_ended_is_named() -> None:
+    found = blamed(PEERS, launcher=LAUNCHER, gone=True, trouble="broken")
+    assert found == (0, f"{LAUNCHER} ended at step 7: its store is gone")
+
+
+def test_worker_0_is_blamed_for_its_store_by_the_others_only() -> None:
+    worker, reason = blamed(WORKER_0, mine=OTHER, deaf_s=10.0) or (None, "")
+    assert worker == 0
+    assert "no sign of life for 10 s at step 7: its store does not answer" in reason
+    assert blamed(PEERS, mine=ME, deaf_s=10.0) is None
+    found = blamed(WORKER_0, mine=OTHER, gone=True)
+    assert found == (0, "worker 0 (process 10 on a) died at step 7: its store is gone")
+
+
+def test_a_store_that_is_gone_after_the_work_is_nobodys_fault() -> None:
+    done = {**PEERS, 0: replace(ME, state="done")}
+    assert blamed(done, mine=OTHER, gone=True) is None
+    assert blamed(WORKER_0, mine=replace(OTHER, state="done"), gone=True) is None
+
+
+def test_a_worker_that_met_the_others_and_never_gave_a_sign_is_named() -> None:
+    assert blamed(PEERS, absent_s={4: 9.9}) is None
+    assert blamed(PEERS, absent_s={4: 1.9}, trouble="broken") is None
+    for absent_s, trouble in ((10.0, None), (2.0, "broken")):
+        worker, reason = blamed(PEERS, absent_s={4: absent_s}, trouble=trouble) or (None, "")
+        assert worker == 4
+        assert "no sign of life since all workers met" in reason
+
+
+def test_absence_is_the_time_until_the_first_sign() -> None:
+    heard = Heard().hear({}, None, 0.5, {1, 2}).hear({1: PEERS[1]}, None, 0.5, {2})
+    assert heard.absent_s == {2: 1.0}
+    assert heard.silent_s == {1: 0.0}
 
 
 def test_silence_is_the_time_without_a_new_beat() -> None:

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from poise.records import Recorder, read_record, read_series, replay_series
 from poise.records.names import paths_of
 from poise.sim.calibration import calibrated
 from tests.machine import needs_mounts, small_disk
+from tests.processes import wait_for
 from tests.test_full_disk import record
 from tests.test_serve import LIMIT_S, running, serving
 
@@ -230,13 +230,6 @@ for epoch in balancer.epochs(100000):
         break
 print("worker", balancer.worker, "is done")
 """
-
-
-def wait_for(there: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not there():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from poise.lab import Lab
 from poise.lab.quota import places
 from poise.torch.asynchronous.service import ServedWorker, Service
 from tests.machine import needs_namespaces
+from tests.processes import running_from
 
 LIMIT_S = 120.0
 """No test waits longer for anything."""
@@ -329,16 +330,8 @@ def run_lab(script: str, what: str, *options: str) -> "subprocess.CompletedProce
     with running(*command) as lab:
         output, errors = lab.communicate(timeout=LIMIT_S)
     assert not [path for place in places() for path in place.glob(f"poise-lab-{lab.pid}-*")]
-    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and runs(pid, script)]
+    assert not running_from(script)
     return subprocess.CompletedProcess(command, lab.returncode, output, errors)
-
-
-def runs(pid: str, script: str) -> bool:
-    """Whether a process runs a script."""
-    try:
-        return script in Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
 
 
 @pytest.mark.slow

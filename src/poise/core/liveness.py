@@ -5,7 +5,7 @@ Two numbers bound every wait: `silent_s`, after which a worker without a sign of
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -41,9 +41,14 @@ class Limits:
         return self.silent_s / 5
 
     @property
+    def doubt_s(self) -> float:
+        """After so long without news, what was heard last may no longer be so."""
+        return 4 * self.beat_s
+
+    @property
     def search_s(self) -> float:
         """After so long, nobody can be found any more who is to blame."""
-        return self.silent_s + 4 * self.beat_s
+        return self.silent_s + self.doubt_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +122,18 @@ class Heard:
     """Of those that are watched, and have given one."""
     silent_s: Mapping[int, float] = field(default_factory=dict)
     """How long each of them has given no new one."""
+    absent_s: Mapping[int, float] = field(default_factory=dict)
+    """How long those that are watched, and have never given one, have been waited for."""
     cause: Blame | None = None
     """Who is to blame, as the first one found out who looked; it is never replaced."""
 
-    def hear(self, signs: Mapping[int, Sign], cause: Blame | None, passed_s: float) -> "Heard":
+    def hear(
+        self,
+        signs: Mapping[int, Sign],
+        cause: Blame | None,
+        passed_s: float,
+        absent: Collection[int] = (),
+    ) -> "Heard":
         """Return what is known after another look, so many seconds of this worker's own later.
 
         A worker that was stopped itself, and wakes up, has not heard the others for as long, and
@@ -132,7 +145,8 @@ class Heard:
             else self.silent_s.get(worker, 0.0) + passed_s
             for worker, sign in signs.items()
         }
-        return Heard(signs, silent_s, self.cause or cause)
+        absent_s = {worker: self.absent_s.get(worker, 0.0) + passed_s for worker in absent}
+        return Heard(signs, silent_s, absent_s, self.cause or cause)
 
 
 @dataclass(frozen=True)
@@ -144,6 +158,12 @@ class View:
     processes: Mapping[int, Process] = field(default_factory=dict)
     """Of other workers on this machine."""
     trouble: Trouble | None = None
+    launcher: str | None = None
+    """The launcher that hosts the rendezvous, in words; None: worker 0 does."""
+    deaf_s: float = 0.0
+    """How long the rendezvous has not answered."""
+    gone: bool = False
+    """Whether it never will: the connection with its host has ended."""
     limits: Limits = Limits()
 
     @property
@@ -168,10 +188,22 @@ class View:
 def find_culprit(view: View) -> Blame | None:
     """Name the worker to blame, or None while that cannot be said.
 
-    A worker's own word counts most, then that its process has ended, then that it came to the end
-    of its script while others go on, then silence, and after a time-out being behind.
+    A worker's own word counts most, then that the rendezvous does not answer, then that a process
+    has ended, then that a worker came to the end of its script while others go on, then silence,
+    and after a time-out being behind. That the rendezvous is gone may have any of these causes.
     """
-    for look in (_left, _ended, _done_early, _cut_off, _silent, _behind):
+    looks = (
+        _left,
+        _host_silent,
+        _ended,
+        _done_early,
+        _cut_off,
+        _silent,
+        _absent,
+        _behind,
+        _host_gone,
+    )
+    for look in looks:
         blame = look(view)
         if blame is not None:
             return blame
@@ -190,7 +222,42 @@ def _left(view: View) -> Blame | None:
     return None
 
 
+def _host_silent(view: View) -> Blame | None:
+    if view.gone or view.deaf_s < view.limits.silent_s or not _needs_host(view):
+        return None
+    silence = f"no sign of life for {view.limits.silent_s:g} s at step {view.mine.step}"
+    gone = "its process is stopped, or its machine or link is gone"
+    if view.launcher is not None:
+        return Blame(0, f"{view.launcher} has given {silence}: {gone}")
+    return Blame(0, f"{_host(view)} has given {silence}: its store does not answer; {gone}")
+
+
+def _host_gone(view: View) -> Blame | None:
+    if not view.gone or not _needs_host(view):
+        return None
+    if view.launcher is not None:
+        return Blame(0, f"{view.launcher} ended at step {view.mine.step}: its store is gone")
+    return Blame(0, f"{_host(view)} died at step {view.mine.step}: its store is gone")
+
+
+def _needs_host(view: View) -> bool:
+    """Whether the end of the rendezvous can be what is wrong, as seen by this worker."""
+    if view.mine.state != "running":
+        return False
+    if view.launcher is not None:
+        return True
+    worker_0 = view.heard.signs.get(0)  # whose rendezvous ends with its work, as this one's will
+    return view.mine.worker != 0 and (worker_0 is None or worker_0.state != "done")
+
+
+def _host(view: View) -> str:
+    worker_0 = view.heard.signs.get(0)
+    return "worker 0" if worker_0 is None else worker_0.address
+
+
 def _ended(view: View) -> Blame | None:
+    if view.deaf_s > view.limits.doubt_s and not view.gone and _needs_host(view):
+        return None  # perhaps it ended because the rendezvous does not answer: that is yet to show
     for peer in view.running:
         if view.process(peer) == "ended":
             return Blame(peer.worker, f"{peer.address} died at step {view.step(peer)}")
@@ -214,7 +281,7 @@ def _cut_off(view: View) -> Blame | None:
     if len(peers) <= 1 or any(view.process(peer) != "unknown" for peer in peers):
         return None
     longest, shortest = view.silent_s(peers[0]), view.silent_s(peers[-1])
-    if longest < limits.silent_s or longest - shortest > 4 * limits.beat_s:
+    if longest < limits.silent_s or longest - shortest > limits.doubt_s:
         return None
     return Blame(
         mine.worker,
@@ -241,12 +308,26 @@ def _silent(view: View) -> Blame | None:
     return None
 
 
+def _absent(view: View) -> Blame | None:
+    """A worker that met the others, and was lost before its first sign of life."""
+    limits = view.limits
+    limit_s = limits.broken_s if view.trouble == "broken" else limits.silent_s
+    for worker, absent_s in view.heard.absent_s.items():
+        if absent_s >= limit_s:
+            return Blame(
+                worker,
+                f"worker {worker} has given no sign of life since all workers met, before step "
+                f"{view.mine.step}: it died or was stopped while its Balancer was made",
+            )
+    return None
+
+
 def _behind(view: View) -> Blame | None:
     behind = [peer for peer in view.running if peer.reached < view.mine.reached]
     if view.trouble != "timed out" or not behind:
         return None
     peer = min(behind, key=lambda peer: peer.reached)
-    silent = view.silent_s(peer) > 4 * view.limits.beat_s
+    silent = view.silent_s(peer) > view.limits.doubt_s
     life = "it gives no sign of life" if silent else "its process is alive"
     return Blame(
         peer.worker,

@@ -109,7 +109,8 @@ class Heartbeat(threading.Thread):
         cause = texts.pop(cause_key, _NONE)
         signs = {keys[key]: Sign.from_json(text) for key, text in texts.items()}
         found = None if cause == _NONE else Blame.from_json(cause)
-        self.heard = self.heard.hear(signs, found, passed_s)
+        absent = self._watched - signs.keys()
+        self.heard = self.heard.hear(signs, found, passed_s, absent)
 
     def _key(self, name: object) -> str:
         return f"{self._prefix}/{name}"

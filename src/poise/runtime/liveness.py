@@ -64,9 +64,12 @@ class Liveness:
         self._events = events
         self._limits = limits
         host, worker = socket.gethostname(), generation.worker
+        self._stderr = sys.stderr
+        self._failed = ""
+        """Why this worker stops because of an error of its own."""
         self._said = Sign(worker=worker, host=host, place=this_place(), pid=os.getpid())
         self._heartbeat = Heartbeat(rendezvous, generation, self.sign, limits)
-        self._lookout = Lookout(self, self._heartbeat, rendezvous.host, limits)
+        self._lookout = Lookout(self, self._heartbeat, rendezvous.launcher, limits)
         if generation.workers > 1:
             self._heartbeat.start()
             self._lookout.start()
@@ -117,9 +120,12 @@ class Liveness:
         """Tell the others that this worker stops because of an error of its own."""
         if self._said.state != "running":
             return
-        self._say(state="left", why=why)
+        self._failed = why
         if self._lookout.verdict is None:
-            self._lookout.confess(Blame(self._said.worker, leaving(self.sign())))
+            last = replace(self.sign(), why=why)
+            self._lookout.confess(Blame(last.worker, leaving(last)))
+        # Not earlier: if this comes of the loss of another, that one is to be named first.
+        self._say(state="left", why=why)
 
     def finish(self) -> None:
         """Say that this worker is done, and wait until every other one is done or lost.
@@ -195,11 +201,12 @@ class Liveness:
         self._generation.collectives.cut()
 
     def report(self, blame: Blame) -> None:
-        """Say who is lost, unless that is this worker itself, which has said so."""
-        if self._said.state == "left":
+        """Say who is lost, unless that is this worker itself, or its own error says the same."""
+        failed = self._failed
+        if failed and (blame.worker == self._said.worker or failed in blame.reason):
             return
         self._say(knows=True)
-        if self._said.state == "done":
+        if failed or self._said.state == "done":
             self._print(blame.reason)
             return
         doing = self.here.doing[-1:] or [
@@ -209,9 +216,13 @@ class Liveness:
         self._print(blame.reason + "".join(f" ({each} cannot go on)" for each in doing))
 
     def _print(self, message: str) -> None:
-        with suppress(Exception):  # a disk may be full, or nobody read: it is in the error, too
-            sys.stderr.write(f"poise: worker {self._said.worker}: {message}\n")
-            sys.stderr.flush()
+        # Torch's hook for uncaught errors collects what is written to sys.stderr while it runs, and
+        # the process may be ended before it passes that on.
+        for stream in dict.fromkeys((self._stderr, sys.stderr)):
+            with suppress(Exception):  # closed, or on a full disk: it is in the error, too
+                stream.write(f"poise: worker {self._said.worker}: {message}\n")
+                stream.flush()
+                return
 
     def _say(self, **changes: Any) -> None:
         self._said = replace(self._said, **changes)

@@ -25,13 +25,15 @@ _FAILED = 1
 class Lookout(threading.Thread):
     """Looks out for one worker."""
 
-    def __init__(self, worker: "OnDuty", heartbeat: Heartbeat, host: str, limits: Limits) -> None:
+    def __init__(
+        self, worker: "OnDuty", heartbeat: Heartbeat, launcher: str | None, limits: Limits
+    ) -> None:
         """Prepare; `start` begins.
 
         Args:
             worker: for whom to look.
             heartbeat: brings what the others say.
-            host: whose end is the end of the rendezvous, in words.
+            launcher: what hosts the rendezvous, in words; None: worker 0 does.
             limits: says how long to wait for what.
         """
         super().__init__(name="poise-lookout", daemon=True)
@@ -39,10 +41,14 @@ class Lookout(threading.Thread):
         """The worker that is lost; None: nothing is known to be wrong."""
         self._worker = worker
         self._heartbeat = heartbeat
-        self._host = host
+        self._launcher = launcher
         self._limits = limits
         self._neighbors = Neighbors(worker.sign().place)
         self._termination: Termination | None = None
+        self._terminated = False
+        """Whether SIGTERM came while this thread was at something else."""
+        self._confession: Blame | None = None
+        """What this worker says of itself when it stops because of an error of its own."""
         self._search = _Search()
         self._changed = threading.Condition()
         self._over = False
@@ -56,7 +62,9 @@ class Lookout(threading.Thread):
         """Look, until the end."""
         beat_s, rounds, looked_s = self._limits.beat_s, 0, time.monotonic()
         while not self._over:
-            if self._neighbors.wait(beat_s) and self._termination and self._termination.counts:
+            terminated = self._neighbors.wait(beat_s) or self._terminated
+            self._terminated = False
+            if terminated and self._termination and self._termination.counts:
                 self._terminate()
             # Time in which this thread did not run, as in a stopped process, does not count.
             now_s = time.monotonic()
@@ -67,7 +75,7 @@ class Lookout(threading.Thread):
                 self._search.deaf_s += passed_s
             with suppress(Exception):  # nothing ends this thread: the others' waits end by it
                 if self.verdict is None:
-                    self._look(passed_s)
+                    self._look()
             with suppress(Exception):
                 if self.verdict is not None:
                     self._press(passed_s)
@@ -84,10 +92,17 @@ class Lookout(threading.Thread):
         return self.verdict
 
     def confess(self, blame: Blame) -> None:
-        """Tell the others that this worker is to blame, unless another is known to be."""
-        self._heartbeat.propose(blame)
-        self._heartbeat.settle(self._limits.silent_s)
-        self._adopt(self._heartbeat.heard.cause or blame)
+        """Tell the others that this worker is to blame, unless another is known to be.
+
+        Its error may come of the loss of another: a launcher then ends its loader processes, too.
+        """
+        self._confession = blame
+        self._neighbors.wake()
+        with self._changed:
+            if self.is_alive():
+                limit_s = 2 * self._limits.silent_s + self._limits.doubt_s
+                self._changed.wait_for(lambda: self.verdict is not None, limit_s)
+        self._adopt(blame)
 
     def await_others(self, over: Callable[[Collection[Sign]], bool], limit_s: float) -> None:
         """Wait until enough is known of those that live, for so long at the most."""
@@ -119,68 +134,58 @@ class Lookout(threading.Thread):
         with self._changed:
             self._changed.wait(self._limits.beat_s / 10)
 
-    def _look(self, passed_s: float) -> None:
+    def _look(self) -> None:
         """See whether somebody is lost."""
-        heartbeat, search, limits = self._heartbeat, self._search, self._limits
-        heard, mine = heartbeat.heard, self._worker.sign()
-        self._meet_neighbors()
-        if heard.cause is not None:
-            self._adopt(heard.cause)
+        heartbeat, search = self._heartbeat, self._search
+        if self._confession is not None:
+            self._conclude(self._confession, search.trouble, self._limits.silent_s)
             return
-        cut_off = heartbeat.lost is not None or search.deaf_s >= limits.silent_s
-        trouble = "broken" if heartbeat.lost is not None else search.trouble
-        found = find_culprit(View(mine, heard, self._processes(), trouble, limits))
-        if cut_off:
-            found = found or self._host_lost(mine)
-            if found is not None:
-                self._adopt(found)
-        elif found is None:
+        self._meet_neighbors()
+        if heartbeat.heard.cause is not None:
+            self._adopt(heartbeat.heard.cause)
+            return
+        found = find_culprit(self._view(search.trouble))
+        if found is None:
             search.suspect = None
+        elif heartbeat.lost is not None or search.deaf_s >= self._limits.silent_s:
+            self._adopt(found)  # nobody can be asked
         else:
-            self._weigh(found, passed_s)
+            self._weigh(found)
 
-    def _weigh(self, found: Blame, passed_s: float) -> None:
+    def _weigh(self, found: Blame) -> None:
         """Look again before it is said: what was heard of somebody may be a moment old."""
         search, heartbeat = self._search, self._heartbeat
         if search.suspect is None:
             search.suspect, search.confirmed_by = found, heartbeat.request()
-            search.weighed_s = 0.0
             heartbeat.watch_all()
-            return
-        search.weighed_s += passed_s
-        if heartbeat.rounds >= search.confirmed_by:
+        elif heartbeat.rounds >= search.confirmed_by:
             heartbeat.propose(found)
             heartbeat.request()
-        if search.weighed_s > 4 * self._limits.beat_s:  # the host does not answer
-            self._adopt(found)
+
+    def _view(self, trouble: Trouble | None) -> View:
+        heartbeat = self._heartbeat
+        gone = heartbeat.lost is not None
+        return View(
+            self._worker.sign(),
+            heartbeat.heard,
+            self._processes(),
+            "broken" if gone else trouble,
+            self._launcher,
+            self._search.deaf_s,
+            gone,
+            self._limits,
+        )
 
     def _meet_neighbors(self) -> None:
         for peer in self._heartbeat.heard.signs.values():
             self._neighbors.meet(peer)
 
     def _processes(self) -> dict[int, Process]:
-        heard, some_s = self._heartbeat.heard, 4 * self._limits.beat_s
+        heard, some_s = self._heartbeat.heard, self._limits.doubt_s
         return {
             worker: self._neighbors.process_of(peer, silent=heard.silent_s[worker] >= some_s)
             for worker, peer in heard.signs.items()
         }
-
-    def _host_lost(self, mine: Sign) -> Blame | None:
-        """Blame whoever hosts the rendezvous, which is gone or does not answer."""
-        worker_0 = self._heartbeat.heard.signs.get(0)
-        if mine.worker == 0 or mine.state != "running":
-            return None
-        if worker_0 is not None and worker_0.state == "done":
-            return None  # it came to its end, and so will this one
-        who = "worker 0" if worker_0 is None else worker_0.address
-        if self._heartbeat.lost is not None:
-            return Blame(0, f"{who} died at step {mine.step}: the store of {self._host} is gone")
-        return Blame(
-            0,
-            f"{who} has given no sign of life for {self._limits.silent_s:g} s at step "
-            f"{mine.step}: the store of {self._host} does not answer; its process is stopped, or "
-            "its machine or link is gone",
-        )
 
     def _adopt(self, blame: Blame) -> None:
         """Take somebody for lost: say so, and end what this worker waits in."""
@@ -212,23 +217,27 @@ class Lookout(threading.Thread):
 
     def _terminate(self) -> None:
         """SIGTERM came: say why, if another worker is lost, and end."""
-        self._search.trouble = self._search.trouble or "broken"
-        if self.verdict is None and self._worker.sign().state == "running":
-            self._heartbeat.watch_all()
-            self._heartbeat.settle(self._limits.broken_s)
-            self._meet_neighbors()
-            self._neighbors.wait(0.0)
-            heard, mine = self._heartbeat.heard, self._worker.sign()
-            view = View(mine, heard, self._processes(), "broken", self._limits)
-            found = find_culprit(view)
-            if self._heartbeat.lost is not None:
-                found = found or self._host_lost(mine)
+        mine = self._worker.sign()
+        if self.verdict is None and mine.state != "done":
+            self._search.deaf_s = 0.0  # a launcher that ends its workers is alive
             why = f"{mine.address} was terminated by SIGTERM at step {mine.step}"
-            self._heartbeat.propose(heard.cause or found or Blame(mine.worker, why))
-            self._heartbeat.settle(self._limits.broken_s)
+            own = self._confession or Blame(mine.worker, why)
             with suppress(Exception):
-                self._adopt(self._heartbeat.heard.cause or found or Blame(mine.worker, why))
+                self._conclude(own, "broken", self._limits.broken_s)
         end_by_signal()
+
+    def _conclude(self, own: Blame, trouble: Trouble | None, limit_s: float) -> None:
+        """Settle it now: blame this worker for its own end, unless another was lost before."""
+        heartbeat = self._heartbeat
+        heartbeat.watch_all()
+        answers = heartbeat.settle(limit_s)
+        self._meet_neighbors()
+        self._terminated |= self._neighbors.wait(0.0)
+        found = heartbeat.heard.cause or find_culprit(self._view(trouble)) or own
+        heartbeat.propose(found)
+        if answers:
+            heartbeat.settle(limit_s)
+        self._adopt(heartbeat.heard.cause or found)
 
 
 class OnDuty(Protocol):
@@ -255,9 +264,7 @@ class _Search:
         self.suspect: Blame | None = None
         self.confirmed_by = 0
         """The round of the heartbeat that began after there was a suspect."""
-        self.weighed_s = 0.0
-        """Since then,"""
         self.deaf_s = 0.0
-        """since the rendezvous answered last,"""
+        """Since the rendezvous answered last,"""
         self.pressed_s = 0.0
         """and since this worker waits in vain, in time that this thread saw pass."""

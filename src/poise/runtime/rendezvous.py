@@ -15,8 +15,8 @@ class RendezvousLost(Exception):
 class Rendezvous(Protocol):
     """Texts by their keys. One thread at a time may ask; any may cut."""
 
-    host: str
-    """Whose end is the end of the rendezvous, in words."""
+    launcher: str | None
+    """The launcher that hosts it, in words; None: worker 0 does, as far as is known."""
 
     def set(self, key: str, text: str) -> None:
         """Leave a text, in place of an earlier one."""

@@ -115,7 +115,7 @@ class ThreadCollectives:
 class ThreadRendezvous:
     """Texts that threads leave for each other."""
 
-    host = "this process"
+    launcher: str | None = None
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}

@@ -83,9 +83,11 @@ class GlooCollectives:
 class StoreRendezvous:
     """A store of torch's: what one worker sets, all get."""
 
-    def __init__(self, store: Store, host: str, port: int | None, limit_s: float) -> None:
+    def __init__(
+        self, store: Store, launcher: str | None, port: int | None, limit_s: float
+    ) -> None:
         """Connect with the store's host, by a connection of its own, within a limit."""
-        self.host = host
+        self.launcher = launcher
         self.sockets = Sockets(port)
         with self.sockets.opening(limit_s):
             self._store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs

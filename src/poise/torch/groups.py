@@ -33,7 +33,7 @@ class Groups:
             control = _met(self._timeout, owns_world=self._owns_world)
             store = _own_part(default_store(), "balancer", dist.get_rank())
         port = _port_of(store)
-        self.rendezvous = StoreRendezvous(store, _store_host(), port, limit_s)
+        self.rendezvous = StoreRendezvous(store, _launcher_with_store(), port, limit_s)
         self._sockets.count_store(port, spared=self.rendezvous.sockets)
         self._own: list[ProcessGroup] = [control]
         """Groups made here: that for control, always gloo, and perhaps one for gradients."""
@@ -146,12 +146,12 @@ def _met(timeout: timedelta | None, *, owns_world: bool) -> ProcessGroup:
         ) from error
 
 
-def _store_host() -> str:
-    """Say whose end is the end of the store."""
+def _launcher_with_store() -> str | None:
+    """Say which launcher hosts the store; None: worker 0 does, or whoever the script chose."""
     launch = launched_as()
-    if launch is None:
-        return "the process group"
-    return f"worker 0's launcher at {launch.address}" if agent_hosts_store() else "worker 0"
+    if launch is None or not agent_hosts_store():
+        return None
+    return f"worker 0's launcher at {launch.address}"
 
 
 def _port_of(store: Any) -> int | None:
