@@ -111,7 +111,7 @@ class Liveness:
         if blame is None:
             cause = str(error).splitlines()[0]
             message = f"{doing} failed, and no worker could be found at fault: {cause}"
-            self._print(message)
+            self.say(message)
             return WorkerLost(message)
         self._events.tell(Lost(self.here.step, host_stamp(self._waits), blame.worker, blame.reason))
         return WorkerLost(f"{blame.reason} ({doing} cannot go on)")
@@ -125,7 +125,7 @@ class Liveness:
             last = replace(self.sign(), why=why)
             self._lookout.confess(Blame(last.worker, leaving(last)))
         # Not earlier: if this comes of the loss of another, that one is to be named first.
-        self._say(state="left", why=why)
+        self._leave_sign(state="left", why=why)
 
     def finish(self) -> None:
         """Say that this worker is done, and wait until every other one is done or lost.
@@ -133,7 +133,7 @@ class Liveness:
         A process that ends while others still talk can abort them. The wait ends as soon as a
         peer is found waiting for something that this worker will never do.
         """
-        self._say(state="done")
+        self._leave_sign(state="done")
         reached = self.sign().reached
 
         def over(peers: Collection[Sign]) -> bool:
@@ -157,9 +157,10 @@ class Liveness:
 
         Worker 0 may host the rendezvous, so it goes last: the others hear first who is to blame.
         """
-        self._say(knows=True)
+        self._leave_sign(knows=True)
         if self._said.worker:
-            self._heartbeat.settle(self._limits.broken_s)
+            if not self._lookout.deaf:
+                self._heartbeat.settle(self._limits.broken_s)
         else:
             limit_s = self._limits.silent_s
             self._lookout.await_others(lambda peers: all(peer.knows for peer in peers), limit_s)
@@ -167,7 +168,7 @@ class Liveness:
 
     def note(self, text: str) -> None:
         """Let the others know something of this worker, before it meets them again."""
-        self._say(note=text)
+        self._leave_sign(note=text)
         self._heartbeat.settle(self._limits.broken_s)
 
     def notes(self) -> dict[int, str]:
@@ -205,17 +206,18 @@ class Liveness:
         failed = self._failed
         if failed and (blame.worker == self._said.worker or failed in blame.reason):
             return
-        self._say(knows=True)
+        self._leave_sign(knows=True)
         if failed or self._said.state == "done":
-            self._print(blame.reason)
+            self.say(blame.reason)
             return
         doing = self.here.doing[-1:] or [
             f"the reduction of step {self.here.step}"
             for _ in range(self.here.reduced, self.here.reductions)
         ]
-        self._print(blame.reason + "".join(f" ({each} cannot go on)" for each in doing))
+        self.say(blame.reason + "".join(f" ({each} cannot go on)" for each in doing))
 
-    def _print(self, message: str) -> None:
+    def say(self, message: str) -> None:
+        """Say something to people, wherever standard error went when this worker began."""
         # Torch's hook for uncaught errors collects what is written to sys.stderr while it runs, and
         # the process may be ended before it passes that on.
         for stream in dict.fromkeys((self._stderr, sys.stderr)):
@@ -224,6 +226,6 @@ class Liveness:
                 stream.flush()
                 return
 
-    def _say(self, **changes: Any) -> None:
+    def _leave_sign(self, **changes: Any) -> None:
         self._said = replace(self._said, **changes)
         self._heartbeat.request()

@@ -6,7 +6,6 @@ rendezvous has not answered. Once it is known who is lost, it ends what this wor
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -47,8 +46,6 @@ class Lookout(threading.Thread):
         self._termination: Termination | None = None
         self._terminated = False
         """Whether SIGTERM came while this thread was at something else."""
-        self._confession: Blame | None = None
-        """What this worker says of itself when it stops because of an error of its own."""
         self._search = _Search()
         self._changed = threading.Condition()
         self._over = False
@@ -80,6 +77,11 @@ class Lookout(threading.Thread):
                 if self.verdict is not None:
                     self._press(passed_s)
 
+    @property
+    def deaf(self) -> bool:
+        """Whether the rendezvous does not answer, so that there is nothing to wait for at it."""
+        return self._search.deaf_s > self._limits.doubt_s
+
     def find(self, trouble: Trouble) -> Blame | None:
         """Return who is to blame for what this worker saw; None: nobody can be found."""
         self._search.trouble = self._search.trouble or trouble
@@ -96,7 +98,7 @@ class Lookout(threading.Thread):
 
         Its error may come of the loss of another: a launcher then ends its loader processes, too.
         """
-        self._confession = blame
+        self._search.confession = blame
         self._neighbors.wake()
         with self._changed:
             if self.is_alive():
@@ -109,7 +111,7 @@ class Lookout(threading.Thread):
         deadline_s = time.monotonic() + limit_s
         heartbeat, silent_s = self._heartbeat, self._limits.silent_s
         heartbeat.watch_all()
-        while time.monotonic() < deadline_s and heartbeat.settle(silent_s):
+        while time.monotonic() < deadline_s and not self.deaf and heartbeat.settle(silent_s):
             heard, ended = heartbeat.heard, self._neighbors.ended
             living = [
                 peer
@@ -137,8 +139,8 @@ class Lookout(threading.Thread):
     def _look(self) -> None:
         """See whether somebody is lost."""
         heartbeat, search = self._heartbeat, self._search
-        if self._confession is not None:
-            self._conclude(self._confession, search.trouble, self._limits.silent_s)
+        if search.confession is not None:
+            self._conclude(search.confession, search.trouble, self._limits.silent_s)
             return
         self._meet_neighbors()
         if heartbeat.heard.cause is not None:
@@ -207,9 +209,9 @@ class Lookout(threading.Thread):
         self._search.pressed_s = self._search.pressed_s + passed_s if waits else 0.0
         if self._search.pressed_s > self._limits.silent_s:
             try:
-                sys.stderr.write(
-                    f"poise: worker {self._worker.sign().worker} waits for a lost worker and "
-                    "cannot be woken up; its process ends here:\n"
+                self._worker.say(
+                    f"{self.verdict and self.verdict.reason} (the wait of this worker cannot be "
+                    "ended, so its process ends here)"
                 )
                 faulthandler.dump_traceback()
             finally:
@@ -221,7 +223,7 @@ class Lookout(threading.Thread):
         if self.verdict is None and mine.state != "done":
             self._search.deaf_s = 0.0  # a launcher that ends its workers is alive
             why = f"{mine.address} was terminated by SIGTERM at step {mine.step}"
-            own = self._confession or Blame(mine.worker, why)
+            own = self._search.confession or Blame(mine.worker, why)
             with suppress(Exception):
                 self._conclude(own, "broken", self._limits.broken_s)
         end_by_signal()
@@ -255,6 +257,9 @@ class OnDuty(Protocol):
     def report(self, blame: Blame) -> None:
         """Say who is lost."""
 
+    def say(self, message: str) -> None:
+        """Say something to people."""
+
 
 class _Search:
     """What is suspected so far."""
@@ -262,6 +267,8 @@ class _Search:
     def __init__(self) -> None:
         self.trouble: Trouble | None = None
         self.suspect: Blame | None = None
+        self.confession: Blame | None = None
+        """What this worker says of itself when it stops because of an error of its own."""
         self.confirmed_by = 0
         """The round of the heartbeat that began after there was a suspect."""
         self.deaf_s = 0.0
