@@ -136,6 +136,7 @@ SCRIPT = """
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     data = TensorDataset(torch.randn(60, 4), torch.randn(60, 1))
+    {before}
     balancer = Balancer(6, silent_s=2)
     loader = DataLoader(data, 6, shuffle=True, num_workers={loaders})
     model, optimizer, loader = balancer.prepare(model, optimizer, loader)
@@ -149,15 +150,28 @@ SCRIPT = """
 """
 
 
+def script_with(fault: str, victim: int, loaders: int, before: str = "") -> str:
+    """Return SCRIPT in which something goes wrong, in step 4 or before its Balancer is made."""
+    return textwrap.dedent(SCRIPT).format(
+        fault=fault, victim=victim, loaders=loaders, before=before
+    )
+
+
 def run_script(
-    tmp_path: Path, fault: str, workers: int = 3, *, victim: int = 1, loaders: int = 0
+    tmp_path: Path,
+    fault: str,
+    workers: int = 3,
+    *,
+    victim: int = 1,
+    loaders: int = 0,
+    before: str = "",
 ) -> list[tuple[int, str, str]]:
     """Run SCRIPT in processes of its own; return (exit code, stdout, stderr) of each.
 
     A victim that stops itself is ended when all others have.
     """
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(fault=fault, victim=victim, loaders=loaders))
+    script.write_text(script_with(fault, victim, loaders, before))
     with local_workers([sys.executable, str(script)], workers, stderr=subprocess.PIPE) as processes:
         results = {}
         for worker in sorted(range(workers), key=lambda each: each == victim):
@@ -258,7 +272,7 @@ def test_torchrun_itself_is_named_by_all_workers(tmp_path: Path, signal: int, wo
 def said_under_torchrun(tmp_path: Path, fault: str, loaders: int = 0) -> dict[int, list[str]]:
     """Run SCRIPT on 3 workers; return what Poise said on each, once all of them have ended."""
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(fault=fault, victim=1, loaders=loaders))
+    script.write_text(script_with(fault, victim=1, loaders=loaders))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
     command += ["--master-port", str(free_port()), "--redirects", "3"]
     command += ["--log-dir", str(tmp_path), str(script)]
@@ -334,6 +348,40 @@ def test_an_uncaught_error_in_a_script_reaches_the_others(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_the_death_of_the_worker_that_hosts_the_store_is_named(tmp_path: Path) -> None:
     check_script_named(run_script(tmp_path, "os._exit(1)", victim=0), 0, "died at step 4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "signal"), [(0, 19), (1, 19), (1, 9)])
+def test_a_worker_that_is_lost_while_its_balancer_is_made_is_named(
+    tmp_path: Path, victim: int, signal: int
+) -> None:
+    """All have met, and it has not given a sign of life yet: its host's name is to be in it."""
+    strike = f"os.kill(os.getpid(), {signal}) if os.environ['RANK'] == '{victim}' else 'a'"
+    inject = f"import socket; socket.gethostname = lambda: {strike}"
+    results = run_script(tmp_path, STOP, victim=victim, before=inject)
+    check_script_named(results, victim, "has given no sign of life")
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_when_the_others_are_done_is_named(tmp_path: Path) -> None:
+    """It is killed after its last step, in work of its own at the end of the script."""
+    dies = "lambda: (time.sleep(1), os.kill(os.getpid(), 9))"
+    results = run_script(tmp_path, f"import atexit; atexit.register({dies})")
+    for worker in (0, 2):
+        code, out, err = results[worker]
+        assert (code, out) == (0, f"finished {worker}\n"), err
+        assert err.count("poise: ") == 1
+        assert f"poise: worker {worker}: worker 1 " in err
+        assert "died at step" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_is_terminated_is_named_with_the_reason(tmp_path: Path, victim: int) -> None:
+    """Worker 0, which hosts the store, goes when the others have read it there."""
+    results = run_script(tmp_path, "os.kill(os.getpid(), 15); time.sleep(9)", victim=victim)
+    assert results[victim][0] == -15
+    check_script_named(results, victim, "was terminated by SIGTERM at step 4")
 
 
 @pytest.mark.slow

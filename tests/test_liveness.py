@@ -160,14 +160,16 @@ def test_workers_that_end_because_the_rendezvous_is_silent_are_not_blamed() -> N
 
 
 def test_a_death_is_named_while_the_rendezvous_answers_or_is_gone() -> None:
-    for deaf_s, gone in ((1.0, False), (5.0, True)):
-        found = blamed(PEERS, processes={3: "ended"}, launcher=LAUNCHER, deaf_s=deaf_s, gone=gone)
+    for deaf_s, gone, launcher in ((1.0, False, LAUNCHER), (5.0, True, None)):
+        found = blamed(PEERS, processes={3: "ended"}, launcher=launcher, deaf_s=deaf_s, gone=gone)
         assert found == (3, "worker 3 (process 13 on a) died at step 7")
 
 
-def test_a_launcher_that_ended_is_named() -> None:
-    found = blamed(PEERS, launcher=LAUNCHER, gone=True, trouble="broken")
-    assert found == (0, f"{LAUNCHER} ended at step 7: its store is gone")
+def test_a_launcher_that_ended_is_named_also_when_others_have_ended_for_its_sake() -> None:
+    ended: list[Mapping[int, Process]] = [{}, {1: "ended"}]
+    for processes in ended:
+        found = blamed(PEERS, processes=processes, launcher=LAUNCHER, gone=True, trouble="broken")
+        assert found == (0, f"{LAUNCHER} ended at step 7: its store is gone")
 
 
 def test_worker_0_is_blamed_for_its_store_by_the_others_only() -> None:

@@ -43,7 +43,7 @@ class Limits:
     @property
     def doubt_s(self) -> float:
         """After so long without news, what was heard last may no longer be so."""
-        return 4 * self.beat_s
+        return self.silent_s / 5
 
     @property
     def search_s(self) -> float:
@@ -256,6 +256,8 @@ def _host(view: View) -> str:
 
 
 def _ended(view: View) -> Blame | None:
+    if view.gone and view.launcher is not None:
+        return None  # whoever died before it was named while it answered; others end for its sake
     if view.deaf_s > view.limits.doubt_s and not view.gone and _needs_host(view):
         return None  # perhaps it ended because the rendezvous does not answer: that is yet to show
     for peer in view.running:

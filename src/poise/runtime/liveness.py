@@ -141,6 +141,7 @@ class Liveness:
             return waiting or all(peer.knows or peer.state != "running" for peer in peers)
 
         self._lookout.await_others(over, self._limits.hang_s)
+        self._lookout.await_blame()
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -204,7 +205,7 @@ class Liveness:
     def report(self, blame: Blame) -> None:
         """Say who is lost, unless that is this worker itself, or its own error says the same."""
         failed = self._failed
-        if failed and (blame.worker == self._said.worker or failed in blame.reason):
+        if failed and (failed in blame.reason or blame.reason.startswith(self.sign().address)):
             return
         self._leave_sign(knows=True)
         if failed or self._said.state == "done":

@@ -59,7 +59,8 @@ class Lookout(threading.Thread):
         """Look, until the end."""
         beat_s, rounds, looked_s = self._limits.beat_s, 0, time.monotonic()
         while not self._over:
-            terminated = self._neighbors.wait(beat_s) or self._terminated
+            pending_s = 0.0 if self._terminated else beat_s
+            terminated = self._neighbors.wait(pending_s) or self._terminated
             self._terminated = False
             if terminated and self._termination and self._termination.counts:
                 self._terminate()
@@ -80,7 +81,7 @@ class Lookout(threading.Thread):
     @property
     def deaf(self) -> bool:
         """Whether the rendezvous does not answer, so that there is nothing to wait for at it."""
-        return self._search.deaf_s > self._limits.doubt_s
+        return self._search.deaf_s >= self._limits.silent_s
 
     def find(self, trouble: Trouble) -> Blame | None:
         """Return who is to blame for what this worker saw; None: nobody can be found."""
@@ -120,27 +121,40 @@ class Lookout(threading.Thread):
             ]
             if over(living):
                 return
-            self._pause()
+            with self._changed:
+                self._changed.wait(self._limits.beat_s / 10)
+
+    def await_blame(self) -> None:
+        """If a worker was lost before its end, wait until it is known who."""
+        self._heartbeat.settle(self._limits.broken_s)  # it may have come to its end since
+        heard, silent_s = self._heartbeat.heard, self._limits.silent_s
+        if any(
+            peer.worker in self._neighbors.ended or heard.silent_s[peer.worker] >= silent_s
+            for peer in heard.signs.values()
+            if peer.state == "running"
+        ):
+            with self._changed:
+                self._changed.wait_for(lambda: self.verdict is not None, self._limits.doubt_s)
 
     def end(self) -> None:
-        """Look no more."""
+        """Look no more; a SIGTERM that nobody has answered ends the process."""
         self._over = True
+        counts = self._termination is not None and self._termination.counts
         if self._termination is not None:
             self._termination.release()
         self._neighbors.wake()
         if self.is_alive():
             self.join(self._limits.silent_s)
+        if counts and not self.is_alive() and (self._neighbors.wait(0.0) or self._terminated):
+            end_by_signal()
         self._neighbors.close()
-
-    def _pause(self) -> None:
-        with self._changed:
-            self._changed.wait(self._limits.beat_s / 10)
 
     def _look(self) -> None:
         """See whether somebody is lost."""
         heartbeat, search = self._heartbeat, self._search
         if search.confession is not None:
-            self._conclude(search.confession, search.trouble, self._limits.silent_s)
+            limit_s = max(self._limits.silent_s - search.deaf_s, self._limits.beat_s)
+            self._conclude(search.confession, search.trouble, limit_s)
             return
         self._meet_neighbors()
         if heartbeat.heard.cause is not None:
@@ -204,7 +218,8 @@ class Lookout(threading.Thread):
     def _press(self, passed_s: float) -> None:
         """End what this worker waits in; if it does not end, end the process."""
         waits = self._worker.waits()
-        if waits or self._worker.sign().state == "running":  # perhaps in a call of the script's own
+        leaves = self._search.confession is not None or self._worker.sign().state != "running"
+        if waits or not leaves:  # perhaps in a call of the script's own
             self._worker.cut()
         self._search.pressed_s = self._search.pressed_s + passed_s if waits else 0.0
         if self._search.pressed_s > self._limits.silent_s:
@@ -220,22 +235,41 @@ class Lookout(threading.Thread):
     def _terminate(self) -> None:
         """SIGTERM came: say why, if another worker is lost, and end."""
         mine = self._worker.sign()
-        if self.verdict is None and mine.state != "done":
+        if self.verdict is None:
             self._search.deaf_s = 0.0  # a launcher that ends its workers is alive
             why = f"{mine.address} was terminated by SIGTERM at step {mine.step}"
             own = self._search.confession or Blame(mine.worker, why)
             with suppress(Exception):
-                self._conclude(own, "broken", self._limits.broken_s)
+                ended = mine.state == "done"
+                self._conclude(None if ended else own, "broken", self._limits.broken_s)
+        with suppress(Exception):
+            self._go_last()
         end_by_signal()
 
-    def _conclude(self, own: Blame, trouble: Trouble | None, limit_s: float) -> None:
+    def _go_last(self) -> None:
+        """Leave word that this worker knows; the host of the rendezvous waits for the others'."""
+
+        def all_know(peers: Collection[Sign]) -> bool:
+            self._terminated |= self._neighbors.wait(0.0)  # nobody else notes who has ended
+            return all(peer.knows or peer.state == "done" for peer in peers)
+
+        if self._worker.sign().worker == 0 and self._launcher is None:
+            self.await_others(all_know, self._limits.broken_s)
+        else:
+            self._heartbeat.settle(self._limits.beat_s)
+
+    def _conclude(self, own: Blame | None, trouble: Trouble | None, limit_s: float) -> None:
         """Settle it now: blame this worker for its own end, unless another was lost before."""
         heartbeat = self._heartbeat
         heartbeat.watch_all()
         answers = heartbeat.settle(limit_s)
+        if not answers:
+            self._search.deaf_s += limit_s
         self._meet_neighbors()
         self._terminated |= self._neighbors.wait(0.0)
         found = heartbeat.heard.cause or find_culprit(self._view(trouble)) or own
+        if found is None:
+            return
         heartbeat.propose(found)
         if answers:
             heartbeat.settle(limit_s)

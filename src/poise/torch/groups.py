@@ -33,7 +33,7 @@ class Groups:
             control = _met(self._timeout, owns_world=self._owns_world)
             store = _own_part(default_store(), "balancer", dist.get_rank())
         port = _port_of(store)
-        self.rendezvous = StoreRendezvous(store, _launcher_with_store(), port, limit_s)
+        self.rendezvous = StoreRendezvous(store, _launcher_with_store(port), port, limit_s)
         self._sockets.count_store(port, spared=self.rendezvous.sockets)
         self._own: list[ProcessGroup] = [control]
         """Groups made here: that for control, always gloo, and perhaps one for gradients."""
@@ -146,10 +146,10 @@ def _met(timeout: timedelta | None, *, owns_world: bool) -> ProcessGroup:
         ) from error
 
 
-def _launcher_with_store() -> str | None:
-    """Say which launcher hosts the store; None: worker 0 does, or whoever the script chose."""
+def _launcher_with_store(port: int | None) -> str | None:
+    """Say which launcher hosts the store at a port; None: worker 0, or whoever the script chose."""
     launch = launched_as()
-    if launch is None or not agent_hosts_store():
+    if launch is None or not agent_hosts_store() or not launch.address.endswith(f":{port}"):
         return None
     return f"worker 0's launcher at {launch.address}"
 
