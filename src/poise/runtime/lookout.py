@@ -163,7 +163,7 @@ class Lookout(threading.Thread):
         found = find_culprit(self._view(search.trouble))
         if found is None:
             search.suspect = None
-        elif heartbeat.lost is not None or search.deaf_s >= self._limits.silent_s:
+        elif heartbeat.lost is not None or self.deaf:
             self._adopt(found)  # nobody can be asked
         else:
             self._weigh(found)
@@ -240,8 +240,8 @@ class Lookout(threading.Thread):
             why = f"{mine.address} was terminated by SIGTERM at step {mine.step}"
             own = self._search.confession or Blame(mine.worker, why)
             with suppress(Exception):
-                ended = mine.state == "done"
-                self._conclude(None if ended else own, "broken", self._limits.broken_s)
+                at_fault = None if mine.state == "done" else own
+                self._conclude(at_fault, "broken", self._limits.broken_s)
         with suppress(Exception):
             self._go_last()
         end_by_signal()
@@ -250,7 +250,7 @@ class Lookout(threading.Thread):
         """Leave word that this worker knows; the host of the rendezvous waits for the others'."""
 
         def all_know(peers: Collection[Sign]) -> bool:
-            self._terminated |= self._neighbors.wait(0.0)  # nobody else notes who has ended
+            self._neighbors.wait(0.0)  # nobody else notes who has ended
             return all(peer.knows or peer.state == "done" for peer in peers)
 
         if self._worker.sign().worker == 0 and self._launcher is None:
@@ -259,7 +259,7 @@ class Lookout(threading.Thread):
             self._heartbeat.settle(self._limits.beat_s)
 
     def _conclude(self, own: Blame | None, trouble: Trouble | None, limit_s: float) -> None:
-        """Settle it now: blame this worker for its own end, unless another was lost before."""
+        """Settle it now: blame whoever was lost before, or else this worker itself."""
         heartbeat = self._heartbeat
         heartbeat.watch_all()
         answers = heartbeat.settle(limit_s)
